@@ -1,0 +1,63 @@
+"""A paged latent KV cache for a ragged batch: one tensor a layer, block tables, lengths.
+
+Page 0 is the null page: no sequence owns it, and table entries past a sequence's pages point to it.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import ts_ops
+
+FP8 = torch.float8_e4m3fn
+TABLE_TOKENS = 128  # tables cover whole multiples of it: some kernels read entries in blocks of so many tokens
+
+
+class LayerCache(NamedTuple):
+    """What one layer reads and writes: pages [num_pages, page_size, D], and its k_scale [1] fp32 if they are fp8."""
+
+    pages: Tensor
+    k_scale: Tensor | None
+
+
+class PagedCache:
+    """Room for `capacities[b]` tokens of sequence b in every layer; `seq_lens` says how many are there."""
+
+    def __init__(
+        self, num_layers: int, capacities: list[int], page_size: int, dim: int, *, dtype: torch.dtype, device: str
+    ):
+        counts = [-(-capacity // page_size) for capacity in capacities]
+        table_tokens = -(-max(capacities) // TABLE_TOKENS) * TABLE_TOKENS
+        tables = torch.zeros(len(counts), max(table_tokens // page_size, *counts), dtype=torch.int32)
+        first = 1
+        for row, count in zip(tables, counts):
+            row[:count] = torch.arange(first, first + count)
+            first += count
+        self.page_size, self.device = page_size, device
+        self.block_tables = tables.to(device)  # [B, max_pages]
+        self.seq_lens = torch.zeros(len(counts), dtype=torch.int32, device=device)  # [B]
+        self.layers = [
+            LayerCache(
+                ts_ops.allocate_kv_cache(first, page_size, dim, dtype=dtype, device=device),
+                torch.zeros(1, dtype=torch.float32, device=device) if dtype == FP8 else None,
+            )
+            for _ in range(num_layers)
+        ]
+
+
+def slots_of(block_tables: Tensor, positions: Tensor, page_size: int) -> Tensor:
+    """Where each row's token goes: block_tables [T, max_pages], positions [T] -> [T] int64."""
+    pages = block_tables.gather(1, (positions // page_size).unsqueeze(1).long()).squeeze(1)
+    return pages.long() * page_size + positions % page_size
+
+
+def calibrate(k_scale: Tensor, latent: Tensor, k_pe: Tensor) -> None:
+    """Set k_scale [1] from the first tokens that a layer sees; a scale that is set stays, for the cache holds by it.
+
+    A power of two, so that multiplying by it is exact in every dtype, and with room for later tokens twice as large as
+    the largest of these: e4m3 is a floating-point format, so that room costs no precision.
+    """
+    largest = torch.maximum(latent.abs().amax(), k_pe.abs().amax()).float().clamp(min=1e-6)
+    fitted = torch.exp2(torch.ceil(torch.log2(2 * largest / torch.finfo(FP8).max)))
+    k_scale.copy_(torch.where(k_scale == 0, fitted, k_scale))

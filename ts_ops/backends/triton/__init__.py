@@ -1,0 +1,47 @@
+"""Triton kernels for every operator, on any GPU that Triton compiles for.
+
+One file a kernel: decode.py (split-KV) and combine.py, prefill.py, merge.py, cache.py (write and gather), pack.py.
+Under TRITON_INTERPRET=1 the same kernels run on CPU tensors, for tests.
+"""
+
+import os
+
+import torch
+
+from ...meta.contract import FP8
+
+try:
+    import triton  # noqa: F401
+except ImportError:
+    _MISSING = "the package triton is not installed: pip install 'triton>=3.6'"
+else:
+    _MISSING = None
+    from .cache import mla_kv_cache_gather, mla_kv_cache_write  # noqa: F401
+    from .decode import mla_decode, mla_decode_lse  # noqa: F401
+    from .merge import merge_attn_states, merge_attn_states_n  # noqa: F401
+    from .pack import mla_kv_pack_quantize_fp8  # noqa: F401
+    from .prefill import mla_prefill, mla_prefill_lse  # noqa: F401
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+FP8_CAPABILITY = (8, 9)  # the first with e4m3 conversions; Triton has no such type below it
+
+
+def unavailable(device: torch.device) -> str | None:
+    if _MISSING:
+        return _MISSING
+    if device.type == "cpu" and not INTERPRETED:
+        return "Triton kernels run on a CPU only under the interpreter: set TRITON_INTERPRET=1"
+    return None
+
+
+def why_not(operator: str, problem) -> str | None:
+    """Triton serves every checked problem, except FP8 where the GPU has none."""
+    if problem.device.type == "cuda" and _uses_fp8(problem):
+        capability = torch.cuda.get_device_capability(problem.device)
+        if capability < FP8_CAPABILITY:
+            return f"FP8 needs compute capability 8.9, and {problem.device} has {capability[0]}.{capability[1]}"
+    return None
+
+
+def _uses_fp8(problem) -> bool:
+    return FP8 in (problem.dtypes)

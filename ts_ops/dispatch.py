@@ -1,0 +1,122 @@
+"""Which backend serves a call: chosen inside the operator at run time, so a compiled graph runs on any machine.
+
+On CUDA the first backend of `PREFERENCE["cuda"]` that has no objection serves, on a CPU `reference`. `use_backend`
+and the environment variable `TS_OPS_BACKEND` (read at import) force one; a forced backend that cannot serve raises
+with its reason, and never hands over to another silently.
+"""
+
+import importlib
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from types import ModuleType
+
+import torch
+
+from .meta.call import functional, out_variant
+from .meta.schema import LIBRARY, NAMESPACE, OPERATORS
+
+BACKENDS = ("triton", "reference")
+PREFERENCE = {"cuda": ("triton",), "cpu": ("reference",)}
+DISPATCH_KEYS = ("CPU", "CUDA")
+
+log = logging.getLogger("ts_ops")
+_forced = threading.local()
+_environment = os.environ.get("TS_OPS_BACKEND")
+_announced: set[tuple] = set()
+
+
+@torch._dynamo.forbid_in_graph
+def use_backend(name: str):
+    """Force one backend for the operators that the current thread runs inside the `with` block.
+
+    Args:
+        name: one of `ts_ops.dispatch.BACKENDS`.
+
+    Not for compiled code, where it raises: a graph does not carry the choice. Enter it around the call of the
+    compiled function instead.
+
+    Raises:
+        ValueError: no backend has that name.
+    """
+    _require_name(name, "use_backend")
+    return _use(name)
+
+
+@contextmanager
+def _use(name: str) -> Iterator[None]:
+    before = getattr(_forced, "name", None)
+    _forced.name = name
+    try:
+        yield
+    finally:
+        _forced.name = before
+
+
+def why_not(operator: str, problem) -> dict[str, str | None]:
+    """For each backend: None if it can serve this checked problem, else the reason why not."""
+    return {name: _objection(name, operator, problem) for name in BACKENDS}
+
+
+def serve(operator: str, problem, outputs: tuple[torch.Tensor, ...]) -> None:
+    """Fill `outputs` with the first backend that can; nothing to do where there are no rows."""
+    if problem.rows == 0:
+        return
+    forced = getattr(_forced, "name", None) or _environment
+    for name in (forced,) if forced else PREFERENCE[problem.device.type]:
+        if _objection(name, operator, problem) is None:
+            if (name, operator, problem.device) not in _announced:
+                _announce(name, operator, problem, forced)
+            getattr(_backend(name), operator)(problem, *outputs)
+            return
+    raise RuntimeError(_refusal(operator, problem, forced))
+
+
+def _objection(name: str, operator: str, problem) -> str | None:
+    return _unavailable(name, problem.device) or _backend(name).why_not(operator, problem)
+
+
+@cache
+def _backend(name: str) -> ModuleType:
+    _require_name(name, "TS_OPS_BACKEND")
+    return importlib.import_module(f"ts_ops.backends.{name}")
+
+
+@cache
+def _unavailable(name: str, device: torch.device) -> str | None:
+    return _backend(name).unavailable(device)
+
+
+def _announce(name: str, operator: str, problem, forced: str | None) -> None:
+    _announced.add((name, operator, problem.device))
+    passed_over = PREFERENCE[problem.device.type][: PREFERENCE[problem.device.type].index(name)] if not forced else ()
+    why = "; ".join(f"not {other}: {_objection(other, operator, problem)}" for other in passed_over)
+    log.info("%s.%s on %s is served by %s (%s)", NAMESPACE, operator, problem.device, name,
+             "it was forced" if forced else why or "first choice")  # fmt: skip
+
+
+def _refusal(operator: str, problem, forced: str | None) -> str:
+    reasons = why_not(operator, problem)
+    if forced:
+        return f"{NAMESPACE}::{operator}: the forced backend cannot serve this call. {forced}: {reasons[forced]}"
+    listed = " ".join(
+        f"{name}: {reason or 'serves only when forced with ts_ops.use_backend'}" for name, reason in reasons.items()
+    )
+    return f"{NAMESPACE}::{operator}: no backend can serve this call. {listed}"
+
+
+def _require_name(name: str, source: str) -> None:
+    if name not in BACKENDS:
+        raise ValueError(f"{source}: unknown backend {name!r}; choose one of {', '.join(BACKENDS)}")
+
+
+def register() -> None:
+    for operator in OPERATORS:
+        run = partial(serve, operator.name)
+        for key in DISPATCH_KEYS:
+            LIBRARY.impl(operator.name, functional(operator, run), key)
+            if operator.outs:
+                LIBRARY.impl(f"{operator.name}.out", out_variant(operator, run), key)
