@@ -5,6 +5,7 @@ Under TRITON_INTERPRET=1 the same kernels run on CPU tensors, for tests.
 """
 
 import os
+from functools import cache
 
 import torch
 
@@ -36,12 +37,11 @@ def unavailable(device: torch.device) -> str | None:
 
 def why_not(operator: str, problem) -> str | None:
     """Triton serves every checked problem, except FP8 where the GPU has none."""
-    if problem.device.type == "cuda" and _uses_fp8(problem):
-        capability = torch.cuda.get_device_capability(problem.device)
-        if capability < FP8_CAPABILITY:
-            return f"FP8 needs compute capability 8.9, and {problem.device} has {capability[0]}.{capability[1]}"
-    return None
+    return None if _has_fp8(problem.device) or FP8 not in problem.dtypes else (
+        f"FP8 needs compute capability 8.9, and {problem.device} has less"
+    )  # fmt: skip
 
 
-def _uses_fp8(problem) -> bool:
-    return FP8 in (problem.dtypes)
+@cache
+def _has_fp8(device: torch.device) -> bool:
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
