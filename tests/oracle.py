@@ -96,9 +96,67 @@ def merge(outputs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
             used = [n for n in range(states) if not math.isinf(lses[n, t, h])]
             if used:
                 lse[t, h] = torch.logsumexp(lses[used, t, h], dim=0)
-                weights = torch.exp(lses[used, t, h] - lse[t, h])
-                out[t, h] = weights @ outputs[used, t, h]
+                out[t, h] = torch.softmax(lses[used, t, h], dim=0) @ outputs[used, t, h]
     return out, lse
+
+
+def cache_rows(kv_cache, kv_c, k_pe, slot_mapping, k_scale=None) -> dict[tuple[int, int], Tensor]:
+    """What a cache write leaves at each (page, offset) that it names: [D] float64, before rounding to the cache."""
+    page_size = kv_cache.shape[-2]
+    rows = {}
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            row = torch.cat((kv_c[token].cpu().double(), k_pe[token].cpu().double().flatten()))
+            if k_scale is not None:
+                row = fp32(row / k_scale.cpu().double().reshape(()))
+            rows[divmod(slot, page_size)] = row
+    return rows
+
+
+def gather(kv_cache, block_tables, cum_seq_lens, total_tokens, seq_starts=None, k_scale=None) -> Tensor:
+    """Rows of all requests, packed into [total_tokens, D] float64; zeros past the last."""
+    packed = torch.zeros(total_tokens, kv_cache.shape[-1], dtype=torch.float64)
+    cum = cum_seq_lens.tolist()
+    for b, (first, end) in enumerate(zip(cum, cum[1:])):
+        start = int(seq_starts[b]) if seq_starts is not None else 0
+        rows = request_keys(kv_cache, block_tables[b], start + end - first)[start:]
+        if k_scale is not None:
+            rows = fp32(rows * k_scale.cpu().double().reshape(()))
+        end = min(end, total_tokens)
+        packed[first:end] = rows[: max(0, end - first)]
+    return packed
+
+
+def pack(k_nope, k_pe, v, k_scale_inv=1.0, v_scale_inv=1.0) -> tuple[Tensor, Tensor]:
+    """Keys and values before rounding to FP8, float64."""
+    rope = k_pe.reshape(k_pe.shape[0], 1, -1).expand(-1, k_nope.shape[1], -1)
+    key_scale, value_scale = fp32(torch.tensor([k_scale_inv, v_scale_inv], dtype=torch.float64))
+    key = torch.cat((k_nope, rope), dim=-1).cpu().double() * key_scale
+    return fp32(key), fp32(v.cpu().double() * value_scale)
+
+
+def fp32(values: Tensor) -> Tensor:
+    """Float64 products and quotients of fp32 numbers as fp32 arithmetic, which the scales are defined in, rounds."""
+    return values.float().double()
+
+
+def to_fp8(values: Tensor) -> Tensor:
+    """Law 11: the nearest e4m3 number, ties to the even code, saturating; NaN kept. By search, not by a cast."""
+    finite = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()  # codes 0..126 are 0..448
+    magnitude = values.abs().nan_to_num(0.0, posinf=448.0).clamp(max=448.0)
+    above = torch.searchsorted(finite, magnitude.contiguous()).clamp(min=1)
+    below = above - 1
+    up, down = finite[above] - magnitude, magnitude - finite[below]
+    code = torch.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
+    code = code + 128 * values.signbit()
+    return torch.where(values.isnan(), 127, code).to(torch.uint8).view(torch.float8_e4m3fn)
+
+
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    """The same bits, -0 and 0 apart; any NaN code where NaN is expected."""
+    actual, expected = actual.detach().cpu(), expected.cpu()
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=0, atol=0, equal_nan=True)
 
 
 def row_error(actual: Tensor, expected: Tensor) -> float:

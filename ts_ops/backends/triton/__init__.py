@@ -4,8 +4,8 @@ One file a kernel: decode.py (split-KV) and combine.py, prefill.py, merge.py, ca
 Under TRITON_INTERPRET=1 the same kernels run on CPU tensors, for tests.
 """
 
+import functools
 import os
-from functools import cache
 
 import torch
 
@@ -42,6 +42,6 @@ def why_not(operator: str, problem) -> str | None:
     )  # fmt: skip
 
 
-@cache
+@functools.cache
 def _has_fp8(device: torch.device) -> bool:
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY

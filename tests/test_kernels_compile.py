@@ -1,0 +1,132 @@
+"""Every Triton kernel compiles for GPUs that are not here, without spilling registers, within shared memory.
+
+The launchers themselves choose what is compiled (`cross_compile.py`): sm_90, and sm_80 for what is not FP8. A kernel that
+spills stands in SPILLS with its bytes a thread and the reason, and may spill no more than that.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from cross_compile import MAX_SHARED, compiled_by  # noqa: E402
+from ts_ops.backends import triton as triton_backend  # noqa: E402
+from ts_ops.meta import contract  # noqa: E402
+
+BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+
+# (test id, capability) -> (bytes, reason)
+SPILLS = {
+    ("decode-H16-fp8", 90): (32, "the FP8 tile passes through registers on its way to the fp16 value product"),
+    ("decode-H128-bf16-over-fp8", 90): (384, "the FP8 tile's bf16 copy passes through registers for both products"),
+}
+
+
+def empty(*shape, dtype=BF16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def ints(*shape, dtype=torch.int32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def decode(heads, query=BF16, cache=None, page_size=64, q_len=1, rank=512, rope=64, **options):
+    kv_cache = empty(64, page_size, rank + rope, dtype=cache or query)
+    names = {"local_visible_lens": (8, q_len), "causal_seqs": (8,)}
+    options = {k: ints(*names[k]) if k in names else v for k, v in options.items()}
+    problem = contract.Decode(
+        empty(8, q_len, heads, rank + rope, dtype=query), kv_cache, ints(8, 8192 // page_size), ints(8), 0.1,
+        kv_lora_rank=rank, with_lse=True, **options,
+    )  # fmt: skip
+    return "mla_decode_lse", problem
+
+
+def prefill(dtype=BF16, dim_qk=192, dim_v=128, is_causal=True, heads_kv=128):
+    problem = contract.Prefill(
+        empty(4096, 128, dim_qk, dtype=dtype), empty(4096, heads_kv, dim_qk, dtype=dtype),
+        empty(4096, heads_kv, dim_v, dtype=dtype), ints(5), ints(5), 0.1, is_causal=is_causal, with_lse=True,
+    )  # fmt: skip
+    return "mla_prefill_lse", problem
+
+
+def merge(dtype=BF16, dim=128):
+    state = empty(8192, 128, dim, dtype=dtype), empty(8192, 128, dtype=FP32)
+    return "merge_attn_states", contract.Merge(*state, *state)
+
+
+def merge_n(dtype=BF16, dim=128):
+    return "merge_attn_states_n", contract.MergeN(empty(4, 8192, 128, dim, dtype=dtype), empty(4, 8192, 128, dtype=FP32))
+
+
+def write(cache=BF16, source=BF16):
+    scale = empty(1, dtype=FP32) if cache == FP8 else None
+    problem = contract.CacheWrite(
+        empty(64, 64, 576, dtype=cache), empty(256, 512, dtype=source), empty(256, 64, dtype=source),
+        ints(256, dtype=torch.int64), k_scale=scale,
+    )  # fmt: skip
+    return "mla_kv_cache_write", problem
+
+
+def gather(cache=BF16, dtype=None):
+    scale = empty(1, dtype=FP32) if cache == FP8 and dtype else None
+    problem = contract.CacheGather(
+        empty(64, 64, 576, dtype=cache), ints(8, 128), ints(9), 4096, seq_starts=ints(8), k_scale=scale, dtype=dtype
+    )
+    return "mla_kv_cache_gather", problem
+
+
+def pack(dtype=BF16):
+    problem = contract.PackQuantize(empty(4096, 128, 128, dtype=dtype), empty(4096, 64, dtype=dtype), empty(4096, 128, 128, dtype=dtype))
+    return "mla_kv_pack_quantize_fp8", problem
+
+
+CASES = {
+    "decode-H16-bf16": lambda: decode(16),
+    "decode-H16-fp8": lambda: decode(16, FP8),
+    "decode-H16-bf16-over-fp8": lambda: decode(16, BF16, FP8),
+    "decode-H16-bf16-page16": lambda: decode(16, page_size=16),
+    "decode-H16-fp32": lambda: decode(16, FP32),
+    "decode-H32-bf16": lambda: decode(32),
+    "decode-H128-bf16": lambda: decode(128),
+    "decode-H128-fp8": lambda: decode(128, FP8),
+    "decode-H128-bf16-over-fp8": lambda: decode(128, BF16, FP8),
+    "decode-H128-bf16-page16": lambda: decode(128, page_size=16),
+    "decode-H64-q2-window": lambda: decode(64, q_len=2, window_left=128),
+    "decode-H64-q2-visible": lambda: decode(64, q_len=2, local_visible_lens=True),
+    "decode-H64-q2-cp": lambda: decode(64, q_len=2, causal_seqs=True, cp_world=2),
+    "decode-H20-rank256": lambda: decode(20, rank=256, rope=32),
+    "prefill-bf16": lambda: prefill(),
+    "prefill-bf16-full": lambda: prefill(is_causal=False),
+    "prefill-fp32": lambda: prefill(FP32),
+    "prefill-fp8": lambda: prefill(FP8),
+    "prefill-bf16-dims-80-48": lambda: prefill(dim_qk=80, dim_v=48),
+    "merge-bf16": lambda: merge(),
+    "merge-fp32-odd": lambda: merge(FP32, 99),
+    "merge_n-bf16": lambda: merge_n(),
+    "write-bf16": lambda: write(),
+    "write-fp8": lambda: write(FP8),
+    "gather-bf16": lambda: gather(),
+    "gather-fp8-to-bf16": lambda: gather(FP8, BF16),
+    "pack-fp8": lambda: pack(),
+}
+# sm_90 for all; sm_80, where it is not FP8, for one of each kernel and the largest tiles.
+SM_80 = ("decode-H16-bf16", "decode-H128-bf16", "prefill-bf16", "merge-bf16", "merge_n-bf16", "write-bf16", "gather-bf16")
+
+
+@pytest.mark.parametrize("case, capability", [(c, 90) for c in CASES] + [(c, 80) for c in SM_80])
+def test_compiles_without_spills(case, capability):
+    operator, problem = CASES[case]()
+    launcher = getattr(triton_backend, operator)
+    kernels = compiled_by(capability, lambda: launcher(problem, *problem.allocate()))
+    assert kernels, "nothing was launched"
+    allowed, _ = SPILLS.get((case, capability), (0, ""))
+    for kernel in kernels:
+        assert kernel.stack <= allowed, f"{kernel.name} spills {kernel.stack} bytes a thread"
+        assert kernel.shared <= MAX_SHARED[capability], f"{kernel.name} needs {kernel.shared} bytes of shared memory"
+
+
+@pytest.mark.parametrize("case, instruction", [("decode-H128-bf16", "HGMMA"), ("decode-H128-fp8", "QGMMA")])
+def test_large_tiles_use_the_hopper_tensor_cores(case, instruction):
+    operator, problem = CASES[case]()
+    kernels = compiled_by(90, lambda: getattr(triton_backend, operator)(problem, *problem.allocate()))
+    assert instruction in kernels[0].sass

@@ -1,0 +1,264 @@
+"""mla_decode and mla_decode_lse compute what the laws say, on every backend.
+
+Each case is compared with the float64 oracle on the same (already quantised) inputs. Everything that lies outside a
+request is filled with NaN, and every table entry past a request with a wild page id, before the call; outputs are
+poisoned with NaN through the `.out` overload.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+import oracle
+import ts_ops
+
+FP8 = torch.float8_e4m3fn
+# Largest row error ||o - ref|| / ||ref||. fp32: sums of 576 products. fp16 and bf16: one rounding of the result
+# (2^-11 and 2^-8 relative at most) plus that of the softmax weights. FP8: inputs count as exact, weights are fp16, and
+# the result is bf16.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3, FP8: 5e-3}
+LSE_TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-4, torch.bfloat16: 1e-4, FP8: 2e-3}
+
+
+@dataclass(frozen=True)
+class Case:
+    lengths: tuple[int, ...]
+    heads: int = 4
+    q_len: int = 1
+    page_size: int = 16
+    rank: int = 64
+    rope: int = 16
+    query: torch.dtype = torch.float16
+    cache: torch.dtype | None = None
+    options: dict = field(default_factory=dict)
+    spare_pages: int = 3
+    cache_layout: str = "plain"
+
+    @property
+    def id(self):
+        dtype = str(self.query)[6:] + (f"-over-{str(self.cache)[6:]}" if self.cache else "")
+        options = "-".join(f"{k}={v}" for k, v in self.options.items())
+        shape = f"H{self.heads}-q{self.q_len}-p{self.page_size}-r{self.rank}+{self.rope}"
+        return "-".join(filter(None, (shape, dtype, self.cache_layout, options, f"n{max(self.lengths, default=0)}")))
+
+
+def build(case: Case, device: str, seed: int = 0):
+    """Tensors of a case. Only what a request names holds numbers; all else holds NaN or wild ids."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, dim = len(case.lengths), case.rank + case.rope
+    cache_dtype = case.cache or case.query
+    pages = [math.ceil(n / case.page_size) for n in case.lengths]
+    total = sum(pages) + case.spare_pages
+    values = torch.full((total, case.page_size, dim), math.nan)
+    order = torch.randperm(total, generator=generator).tolist()
+    table = torch.tensor([-1, 2**30, total, -(2**31)], dtype=torch.int32).repeat(batch, max(pages, default=0) // 4 + 2)
+    for b, length in enumerate(case.lengths):
+        for p in range(pages[b]):
+            page = order.pop()
+            table[b, p] = page
+            filled = min(case.page_size, length - p * case.page_size)
+            values[page, :filled] = torch.randn(filled, dim, generator=generator)
+    query = torch.randn(batch, case.q_len, case.heads, dim, generator=generator) * 2
+    query, cache = query.to(case.query).to(device), values.to(cache_dtype).to(device)
+    if case.cache_layout == "4d":
+        cache = cache[:, None]
+    elif case.cache_layout == "strided":  # wider tokens and a gap behind each page
+        wide = torch.full((total, case.page_size + 2, dim + 16), math.nan).to(cache_dtype).to(device)
+        wide[:, : case.page_size, :dim] = cache
+        cache = wide[:, : case.page_size, :dim]
+    lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
+    return query, cache, table.to(device), lengths, 1.3 / math.sqrt(dim)
+
+
+def check(case: Case, target, **tensors):
+    if not target.supports(case.query):
+        pytest.skip("the interpreter's bf16 arithmetic is wrong")
+    arguments = build(case, target.device)
+    options = dict(case.options, kv_lora_rank=case.rank, output_scale=1.7)
+    tensors = {name: torch.tensor(value, dtype=torch.int32, device=target.device) for name, value in tensors.items()}
+    expected, expected_lse = oracle.decode(*arguments, **options, **tensors)
+    shape = (len(case.lengths), case.q_len, case.heads)
+    out_dtype = torch.bfloat16 if case.query == FP8 else case.query
+    out = torch.full((*shape, case.rank), math.nan, dtype=out_dtype, device=target.device)
+    lse = torch.full(shape, math.nan, device=target.device)
+    torch.ops.tokenspeed.mla_decode_lse.out(*arguments, **options, **tensors, out=out, lse=lse)
+    assert oracle.row_error(out, expected) <= TOLERANCE[case.query]
+    oracle.assert_lse_close(lse, expected_lse, LSE_TOLERANCE[case.query])
+    again = ts_ops.mla_decode(*arguments, **options, **tensors)
+    assert torch.equal(again.view(torch.uint8), out.view(torch.uint8)), "not deterministic, or the LSE changed the result"
+    return out, lse
+
+
+DTYPES = [
+    Case((0, 1, 37, 150), query=torch.float32),
+    Case((0, 1, 37, 150), query=torch.float16),
+    Case((0, 1, 37, 150), query=torch.bfloat16),
+    Case((0, 1, 37, 150), query=FP8),
+    Case((0, 1, 37, 150), query=torch.float16, cache=FP8),
+    Case((0, 1, 37, 150), query=torch.bfloat16, cache=FP8),
+]
+HEADS = [Case((5, 70), heads=h, rank=32) for h in (1, 3, 8, 16, 20, 32, 64, 96, 128)]
+PAGES = [Case((3, 130, 257), page_size=p, heads=2) for p in (1, 2, 4, 8, 16, 32, 64, 128)]
+DIMS = [
+    Case((9, 80), rank=512, rope=64, page_size=64, heads=2),
+    Case((9, 80), rank=256, rope=32),
+    Case((9, 80), rank=24, rope=8),
+    Case((9, 80), rank=40, rope=0),
+    Case((9, 80), rank=100, rope=20, query=torch.float32),
+]
+LAYOUTS = [Case((0, 40, 100), cache_layout=layout) for layout in ("4d", "strided")]
+
+
+@pytest.mark.parametrize("case", DTYPES + HEADS + PAGES + DIMS + LAYOUTS, ids=lambda c: c.id)
+def test_plain(case, target):
+    check(case, target)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("q_len", [1, 2, 3, 5, 8, 16])
+def test_rows_of_a_block_at_short_lengths(q_len, is_causal, target):
+    """q_len up to 16 over seq_len 0 to 9: the first rows of a causal block see nothing where seq_len < q_len."""
+    check(Case(tuple(range(10)), q_len=q_len, heads=3, rank=16, options={"is_causal": is_causal}), target)
+
+
+@pytest.mark.parametrize("q_len, window", [(1, 0), (1, 5), (1, 100), (3, 2), (3, 40), (4, 2**31 - 1)])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_window(q_len, window, is_causal, target):
+    options = {"window_left": window, "is_causal": is_causal}
+    check(Case((0, 1, 3, 50, 200), q_len=q_len, heads=3, options=options), target)
+
+
+def test_local_visible_lens(target):
+    lens = [[0, 0, 0], [0, 1, 1], [64, 0, 30], [10, 200, 199]]
+    for is_causal in (True, False):
+        check(Case((0, 1, 64, 200), q_len=3, options={"is_causal": is_causal}), target, local_visible_lens=lens)
+
+
+@pytest.mark.parametrize("world, interleave", [(2, 1), (3, 4), (4, 16)])
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_context_parallel_ranks_merge_to_the_whole(world, interleave, q_len, target):
+    """Each rank's state is right, and merging them gives the attention over all keys."""
+    lengths = (2, 33, 150)
+    states = []
+    for rank in range(world):
+        held = [[g for g in range(n) if g // interleave % world == rank] for n in lengths]
+        options = {"cp_world": world, "cp_rank": rank, "cp_interleave_size": interleave}
+        case = Case(tuple(map(len, held)), q_len=q_len, heads=3, query=torch.float32, options=options)
+        check(case, target, causal_seqs=lengths)
+        states.append(held)
+    # One cache for all ranks: the global keys of the whole problem, dealt out to caches of their own.
+    whole = Case(lengths, q_len=q_len, heads=3, query=torch.float32)
+    query, cache, table, seq_lens, scale = build(whole, target.device)
+    outputs, lses = [], []
+    for rank, held in enumerate(states):
+        rows = [oracle.request_keys(cache, table[b], n)[held[b]] for b, n in enumerate(lengths)]
+        width = max(1, max(len(r) for r in rows))
+        rank_cache = torch.zeros(len(lengths), 128, cache.shape[-1], device=target.device)
+        assert width <= 128
+        for b, keys in enumerate(rows):
+            rank_cache[b, : len(keys)] = keys.to(rank_cache)
+        rank_table = torch.arange(len(lengths), dtype=torch.int32, device=target.device)[:, None]
+        counts = torch.tensor([len(r) for r in rows], dtype=torch.int32, device=target.device)
+        out, lse = ts_ops.mla_decode_lse(
+            query, rank_cache, rank_table, counts, scale, kv_lora_rank=whole.rank, causal_seqs=seq_lens,
+            cp_world=world, cp_rank=rank, cp_interleave_size=interleave,
+        )  # fmt: skip
+        outputs.append(out.flatten(0, 1))
+        lses.append(lse.flatten(0, 1))
+    merged, merged_lse = ts_ops.merge_attn_states_n(torch.stack(outputs), torch.stack(lses))
+    expected, expected_lse = oracle.decode(query, cache, table, seq_lens, scale, kv_lora_rank=whole.rank)
+    assert oracle.row_error(merged.view_as(expected), expected) <= TOLERANCE[torch.float32]
+    oracle.assert_lse_close(merged_lse.view_as(expected_lse), expected_lse, LSE_TOLERANCE[torch.float32])
+
+
+def test_hint_changes_a_result_within_rounding(target):
+    case = Case((0, 17, 90, 700), query=torch.float32)
+    arguments = build(case, target.device)
+    expected, _ = oracle.decode(*arguments, kv_lora_rank=case.rank)
+    for hint in (None, 0, 1, 100, 700, 2**31 - 1):
+        out = ts_ops.mla_decode(*arguments, kv_lora_rank=case.rank, max_seq_len=hint)
+        assert oracle.row_error(out, expected) <= TOLERANCE[torch.float32]
+
+
+def test_bits_do_not_depend_on_what_lies_outside_the_request(target):
+    case = Case((1, 16, 37), heads=3, q_len=2)
+    query, cache, table, lengths, scale = build(case, target.device)
+    clean = torch.where(cache.isnan(), 0.0, cache)
+    zeroed = torch.where((table < 0) | (table >= cache.shape[0]), 0, table)
+    first = ts_ops.mla_decode_lse(query, cache, table, lengths, scale, kv_lora_rank=case.rank)
+    second = ts_ops.mla_decode_lse(query, clean, zeroed, lengths, scale, kv_lora_rank=case.rank)
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+
+
+def test_strided_arguments_are_read_as_they_lie(target):
+    """Queries permuted or sliced, tables and lengths that are columns of wider tensors, an expanded visible bound."""
+    case = Case((3, 40, 100), heads=6, q_len=2, query=torch.float32)
+    query, cache, table, lengths, scale = build(case, target.device)
+    expected, _ = oracle.decode(query, cache, table, lengths, scale, kv_lora_rank=case.rank)
+    permuted = query.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+    sliced = torch.cat((query, query), dim=-1)[..., : query.shape[-1]]
+    wide_table = table.repeat_interleave(2, dim=1)[:, ::2]
+    wide_lengths = torch.stack((lengths, lengths * 0 + 7), dim=1)[:, 0]
+    for q in (permuted, sliced):
+        assert not q.is_contiguous() and not wide_table.is_contiguous() and not wide_lengths.is_contiguous()
+        out = ts_ops.mla_decode(q, cache, wide_table, wide_lengths, scale, kv_lora_rank=case.rank)
+        assert oracle.row_error(out, expected) <= TOLERANCE[torch.float32]
+    bound = lengths[:, None].expand(-1, 2)
+    out = ts_ops.mla_decode(
+        query, cache, table, lengths, scale, kv_lora_rank=case.rank, local_visible_lens=bound
+    )
+    expected, _ = oracle.decode(
+        query, cache, table, lengths, scale, kv_lora_rank=case.rank, local_visible_lens=bound
+    )
+    assert oracle.row_error(out, expected) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("k_scale", [0.037, 7.3])
+@pytest.mark.parametrize("query_dtype", [FP8, torch.float16, torch.bfloat16])
+def test_scales(k_scale, query_dtype, target):
+    """`real = stored * scale`: k_scale enters through softmax_scale and output_scale, whatever the query's dtype."""
+    case = Case((30, 100), query=query_dtype, cache=None if query_dtype == FP8 else FP8)
+    if not target.supports(case.query):
+        pytest.skip("the interpreter's bf16 arithmetic is wrong")
+    query, cache, table, lengths, scale = build(case, target.device)
+    real = cache.float() * k_scale
+    scale = scale / k_scale  # keeps the real scores in range
+    expected, _ = oracle.decode(query, real, table, lengths, scale, kv_lora_rank=case.rank)
+    out = ts_ops.mla_decode(
+        query, cache, table, lengths, scale * k_scale, output_scale=k_scale, kv_lora_rank=case.rank
+    )
+    assert oracle.row_error(out, expected) <= TOLERANCE[query_dtype]
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.2])
+def test_any_finite_softmax_scale(scale, target):
+    case = Case((0, 5, 60), query=torch.float32)
+    query, cache, table, lengths, _ = build(case, target.device)
+    expected, expected_lse = oracle.decode(query, cache, table, lengths, scale, kv_lora_rank=case.rank)
+    out, lse = ts_ops.mla_decode_lse(query, cache, table, lengths, scale, kv_lora_rank=case.rank)
+    assert oracle.row_error(out, expected) <= TOLERANCE[torch.float32]
+    oracle.assert_lse_close(lse, expected_lse, LSE_TOLERANCE[torch.float32])
+
+
+def test_no_pages_at_all(target):
+    """max_pages 0, and a cache of no pages: every row is empty."""
+    query = torch.randn(2, 1, 3, 80, dtype=torch.float16, device=target.device)
+    lengths = torch.zeros(2, dtype=torch.int32, device=target.device)
+    for pages, max_pages in ((4, 0), (0, 3), (0, 0)):
+        cache = torch.randn(pages, 16, 80, dtype=torch.float16, device=target.device)
+        table = torch.zeros(2, max_pages, dtype=torch.int32, device=target.device)
+        out, lse = ts_ops.mla_decode_lse(query, cache, table, lengths, 0.1, kv_lora_rank=64)
+        assert (out == 0).all() and (lse == -math.inf).all()
+
+
+def test_prefill_and_decode_agree_on_the_lse(target):
+    """Both natural logs: a decode in base 2 would be off by a factor of 1.44."""
+    case = Case((50,), heads=2, q_len=4, query=torch.float32)
+    query, cache, table, lengths, scale = build(case, target.device)
+    _, decode_lse = ts_ops.mla_decode_lse(query, cache, table, lengths, scale, kv_lora_rank=case.rank)
+    keys = oracle.request_keys(cache, table[0], 50).float().to(target.device)[:, None]
+    cum_q, cum_kv = (torch.tensor([0, n], dtype=torch.int32, device=target.device) for n in (4, 50))
+    _, prefill_lse = ts_ops.mla_prefill_lse(query[0], keys, keys[..., : case.rank], cum_q, cum_kv, scale)
+    torch.testing.assert_close(decode_lse[0], prefill_lse, rtol=0, atol=LSE_TOLERANCE[torch.float32])

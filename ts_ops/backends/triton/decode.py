@@ -1,0 +1,232 @@
+"""Split-KV MLA decode: each cache row is loaded once and serves as key (all columns) and as value (the latent ones).
+
+A program owns a tile of query rows, the q_len x H rows of one request flattened so that all new tokens share the keys
+they load, and one split of that tile's keys. It walks its split BLOCK_N keys at a time with an online softmax in base
+2. With one split the result goes straight to the output, else the fp32 partials go to scratch and `combine.py` merges
+them. The split ranges come from the live lengths on the device; only the number of splits is fixed by the host, from
+shapes and hints, so a captured launch stays right and balanced when lengths change.
+
+On Hopper the score and value products of 64-row tiles are wgmma; smaller tiles use mma with M 16.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...meta.contract import FP8, Decode
+from ...workspace import max_splits, sm_count
+from .combine import combine_splits
+from .launch import OPTIONS, next_power_of_2, on_device
+
+LOG2_E = 1.4426950408889634
+LN_2 = tl.constexpr(0.6931471805599453)
+MIN_TILES = 2  # a split of fewer key tiles costs more in the combine than it saves
+MAX_SPLITS = 128
+MIN_DOT_K = 32  # the least reduction length of an FP8 product
+TRITON_DTYPES = {
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+}
+INTERPRETER_SMS = 8  # on a CPU there are none to count; enough for tests to reach many splits
+
+
+@triton.jit
+def visible_range(
+    row, batch, length, visible_lens, causal_seqs, q_len, window, cp_world, cp_rank, cp_interleave,
+    stride_visible_b, stride_visible_q, stride_causal,
+    IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_VISIBLE: tl.constexpr, HAS_CP: tl.constexpr,
+):  # fmt: skip
+    """Law 3: keys [low, high) of each query position `row` (0 to q_len - 1, a vector) of a request of `length` keys."""
+    low = row * 0
+    high = low + length
+    if HAS_VISIBLE:
+        pointers = visible_lens + batch * stride_visible_b + row.to(tl.int64) * stride_visible_q
+        high = tl.load(pointers, mask=row < q_len, other=0)
+    elif IS_CAUSAL:
+        if HAS_CP:
+            bound = tl.load(causal_seqs + batch * stride_causal) - (q_len - 1) + row
+            bound = tl.maximum(bound, 0).to(tl.int64)
+            cycle = cp_interleave.to(tl.int64) * cp_world
+            in_cycle = bound % cycle - cp_rank.to(tl.int64) * cp_interleave
+            held = bound // cycle * cp_interleave + tl.minimum(tl.maximum(in_cycle, 0), cp_interleave)
+            high = tl.minimum(held, length).to(tl.int32)
+        else:
+            high = length - (q_len - 1) + row
+    if HAS_WINDOW:
+        low = tl.maximum(length - q_len - window + row, 0)
+    return low, tl.minimum(tl.maximum(high, 0), length)
+
+
+@triton.jit
+def _decode_kernel(
+    query, kv_cache, block_tables, seq_lens, visible_lens, causal_seqs, out, lse, partial, partial_lse,
+    scale_log2, output_scale, q_len, heads, max_pages, num_splits, window, cp_world, cp_rank, cp_interleave,
+    stride_query_b, stride_query_q, stride_query_h, stride_page, stride_token, stride_table_b, stride_table_p,
+    stride_lens, stride_visible_b, stride_visible_q, stride_causal,
+    RANK: tl.constexpr, ROPE: tl.constexpr, RANK_PAD: tl.constexpr, ROPE_PAD: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_VISIBLE: tl.constexpr, HAS_CP: tl.constexpr,
+    HAS_LSE: tl.constexpr, SPLIT: tl.constexpr, QK_DTYPE: tl.constexpr, PV_DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    rows = q_len * heads
+    row_tiles = tl.cdiv(rows, BLOCK_M)
+    # Row tiles of one split are neighbours: they read the same keys at the same time, once from memory.
+    program = tl.program_id(0)
+    row_tile = program % row_tiles
+    split = program // row_tiles % num_splits
+    batch = (program // row_tiles // num_splits).to(tl.int64)
+
+    row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_live = row < rows
+    position = tl.minimum(row // heads, q_len - 1)
+    head = row % heads
+    length = tl.load(seq_lens + batch * stride_lens)
+    length = tl.minimum(tl.maximum(length, 0), max_pages * PAGE)
+    low, high = visible_range(
+        position, batch, length, visible_lens, causal_seqs, q_len, window, cp_world, cp_rank, cp_interleave,
+        stride_visible_b, stride_visible_q, stride_causal, IS_CAUSAL, HAS_WINDOW, HAS_VISIBLE, HAS_CP,
+    )  # fmt: skip
+    first_key = tl.min(low, axis=0)
+    end_key = tl.max(high, axis=0)
+
+    first_tile = first_key // BLOCK_N
+    tiles = tl.maximum(tl.cdiv(end_key, BLOCK_N) - first_tile, 0)
+    tiles_per_split = tl.maximum(tl.cdiv(tiles, num_splits), MIN_TILES)
+    begin = first_tile + split * tiles_per_split
+    end = tl.minimum(begin + tiles_per_split, first_tile + tiles)
+
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, RANK_PAD], tl.float32)
+    if begin < end:
+        column = tl.arange(0, RANK_PAD)
+        rope_column = tl.arange(0, ROPE_PAD)
+        token = tl.arange(0, BLOCK_N)
+        query_row = (
+            query + batch * stride_query_b + position.to(tl.int64) * stride_query_q + head.to(tl.int64) * stride_query_h
+        )
+        q = tl.load(query_row[:, None] + column[None, :], mask=row_live[:, None] & (column < RANK)[None, :], other=0.0)
+        q = q.to(QK_DTYPE)
+        if ROPE > 0:
+            rope_mask = row_live[:, None] & (rope_column < ROPE)[None, :]
+            q_rope = tl.load(query_row[:, None] + RANK + rope_column[None, :], mask=rope_mask, other=0.0).to(QK_DTYPE)
+        table = block_tables + batch * stride_table_b
+        # One page holds the whole tile where it is no larger; its id is fetched a tile ahead, so that the loads of a
+        # tile need not wait for another load.
+        next_page = tl.load(table + begin * BLOCK_N // PAGE * stride_table_p)
+        for tile in range(begin, end):
+            key = tile * BLOCK_N + token
+            # What no row sees is loaded as 0, never multiplied by 0: NaN past the request cannot spread.
+            key_live = (key >= first_key) & (key < end_key)
+            if PAGE >= BLOCK_N:
+                page = next_page.to(tl.int64)
+                next_page = tl.load(table + tl.minimum(tile + 1, end - 1) * BLOCK_N // PAGE * stride_table_p)
+            else:
+                page = tl.load(table + key // PAGE * stride_table_p, mask=key_live, other=0).to(tl.int64)
+            key_row = kv_cache + page * stride_page + (key % PAGE) * stride_token
+            if RANK == RANK_PAD:
+                latent = tl.load(key_row[:, None] + column[None, :], mask=key_live[:, None], other=0.0)
+            else:
+                latent_mask = key_live[:, None] & (column < RANK)[None, :]
+                latent = tl.load(key_row[:, None] + column[None, :], mask=latent_mask, other=0.0)
+            scores = tl.dot(q, tl.trans(latent.to(QK_DTYPE)), input_precision=PRECISION)
+            if ROPE > 0:
+                rope_live = key_live[:, None] & (rope_column < ROPE)[None, :]
+                rope = tl.load(key_row[:, None] + RANK + rope_column[None, :], mask=rope_live, other=0.0)
+                scores = tl.dot(q_rope, tl.trans(rope.to(QK_DTYPE)), acc=scores, input_precision=PRECISION)
+            seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
+            scores = tl.where(seen, scores * scale_log2, float("-inf"))
+
+            new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+            shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            rescale = tl.exp2(peak - shift)
+            weight = tl.exp2(scores - shift[:, None])
+            total = total * rescale + tl.sum(weight, axis=1)
+            acc = acc * rescale[:, None]
+            acc = tl.dot(weight.to(PV_DTYPE), latent.to(PV_DTYPE), acc=acc, input_precision=PRECISION)
+            peak = new_peak
+
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+    row_lse = tl.where(empty, float("-inf"), peak + tl.log2(total))
+    acc = acc / total[:, None]
+    column = tl.arange(0, RANK_PAD)
+    store_mask = row_live[:, None] & (column < RANK)[None, :]
+    flat_row = batch * rows + row
+    if SPLIT:
+        slot = flat_row * num_splits + split
+        tl.store(partial_lse + slot, row_lse, mask=row_live)
+        # A split without keys leaves its partial unwritten; the combine skips it by its LSE.
+        if begin < end:
+            tl.store(partial + slot[:, None] * RANK + column[None, :], acc, mask=store_mask)
+    else:
+        value = (acc * output_scale).to(out.dtype.element_ty)
+        tl.store(out + flat_row[:, None] * RANK + column[None, :], value, mask=store_mask)
+        if HAS_LSE:
+            tl.store(lse + flat_row, row_lse * LN_2, mask=row_live)
+
+
+def tile_config(rows: int, page_size: int, query_dtype: torch.dtype, cache_dtype: torch.dtype):
+    """(BLOCK_M, BLOCK_N, warps, stages) for `rows` = q_len * H query rows a request: the best of a sweep on an H200.
+
+    Two things cost registers and then spill: an FP8 tile, which passes through them on its way to the value product,
+    and pages smaller than a tile, whose keys have a pointer each. Those tiles are smaller, or have more warps.
+    """
+    small_pages = page_size < 64
+    if query_dtype == torch.float32:
+        return 16, 16, 4, 2
+    if rows > 32:
+        return 64, 32 if small_pages and cache_dtype != FP8 else 64, 8, 2
+    if rows > 16:
+        return 32, 32 if cache_dtype == FP8 else 64, 8, 2
+    return 16, 32 if cache_dtype == FP8 else 64, 8 if small_pages else 4, 2
+
+
+def num_splits(problem: Decode, tiles: int, block_m: int, block_n: int) -> int:
+    """Splits that fill the GPU with `tiles` row tiles each, within the workspace bound; a function of shapes and hints."""
+    sms = sm_count(problem.device) if problem.device.type == "cuda" else INTERPRETER_SMS
+    keys = problem.capacity if problem.max_seq_len is None else min(problem.max_seq_len, problem.capacity)
+    programs = sms * (1 if block_m == 64 else 2)
+    useful = triton.cdiv(keys, block_n * MIN_TILES)
+    bound = max_splits(problem.rows, problem.kv_lora_rank + 1, sms)
+    return max(1, min(programs // tiles, useful, bound, MAX_SPLITS))
+
+
+def mla_decode(problem: Decode, out: Tensor, lse: Tensor | None = None) -> None:
+    query, kv_cache = problem.query, problem.kv_cache
+    rows = problem.q_len * problem.heads
+    rank, rope = problem.kv_lora_rank, problem.head_dim - problem.kv_lora_rank
+    block_m, block_n, warps, stages = tile_config(rows, problem.page_size, query.dtype, kv_cache.dtype)
+    row_tiles = triton.cdiv(rows, block_m)
+    splits = num_splits(problem, problem.batch * row_tiles, block_m, block_n)
+    partial = partial_lse = None
+    if splits > 1:
+        partial = torch.empty(problem.batch * rows * splits * (rank + 1), dtype=torch.float32, device=problem.device)
+        partial, partial_lse = partial.split((problem.batch * rows * splits * rank, problem.batch * rows * splits))
+    visible, causal_seqs = problem.local_visible_lens, problem.causal_seqs
+    fp8 = query.dtype == FP8
+    with on_device(problem.device):
+        _decode_kernel[(problem.batch * splits * row_tiles,)](
+            query, kv_cache, problem.block_tables, problem.seq_lens, visible, causal_seqs,
+            out, lse, partial, partial_lse,
+            problem.softmax_scale * LOG2_E, problem.output_scale, problem.q_len, problem.heads, problem.max_pages, splits,
+            min(problem.window_left, problem.capacity + problem.q_len),
+            problem.cp_world, problem.cp_rank, problem.cp_interleave_size,
+            *query.stride()[:3], *kv_cache.stride()[:2], *problem.block_tables.stride(), problem.seq_lens.stride(0),
+            *(visible.stride() if visible is not None else (0, 0)), causal_seqs.stride(0) if causal_seqs is not None else 0,
+            RANK=rank, ROPE=rope, RANK_PAD=max(MIN_DOT_K, next_power_of_2(rank)), ROPE_PAD=max(MIN_DOT_K, next_power_of_2(rope)),
+            PAGE=problem.page_size, BLOCK_M=block_m, BLOCK_N=block_n, MIN_TILES=MIN_TILES,
+            IS_CAUSAL=problem.is_causal, HAS_WINDOW=problem.window_left >= 0, HAS_VISIBLE=visible is not None,
+            HAS_CP=causal_seqs is not None, HAS_LSE=lse is not None, SPLIT=splits > 1,
+            QK_DTYPE=TRITON_DTYPES[query.dtype], PV_DTYPE=TRITON_DTYPES[torch.float16 if fp8 else query.dtype],
+            PRECISION="ieee", num_warps=warps, num_stages=stages, **OPTIONS,
+        )  # fmt: skip
+        if splits > 1:
+            combine_splits(partial, partial_lse, out, lse, splits, problem.output_scale)
+
+
+mla_decode_lse = mla_decode
