@@ -33,7 +33,9 @@ class Part(NamedTuple):
     select: Callable[[Tensor], Tensor]
 
 
-def load_model(folder: Path, *, dtype: torch.dtype | None = None, device: str = "cpu", progress: bool = False) -> DeepSeek:
+def load_model(
+    folder: Path, *, dtype: torch.dtype | None = None, device: str = "cpu", progress: bool = False
+) -> DeepSeek:
     """The model in `folder`, in `dtype` (default: as its configuration says); CheckpointError says what is wrong."""
     folder = Path(folder)
     config = read_config(folder)
@@ -123,7 +125,7 @@ def _parts(parameters: dict[str, Tensor], stored: dict[str, safe_open]) -> dict[
 def _check(config: DeepSeekConfig, folder: Path, parts: dict[str, Part], stored: dict[str, safe_open]) -> None:
     missing = [name for name in parts if name not in stored]
     if missing:
-        raise CheckpointError(f"{folder}: {len(missing)} tensor(s) of the model are not in the checkpoint: {_some(missing)}")
+        raise CheckpointError(f"{folder}: {len(missing)} tensor(s) are not in the checkpoint: {_some(missing)}")
     unexpected = [name for name in stored if name not in parts and not _ignorable(config, name)]
     if unexpected:
         raise CheckpointError(
@@ -138,7 +140,7 @@ def _check(config: DeepSeekConfig, folder: Path, parts: dict[str, Part], stored:
                 f"{list(part.shape)}"
             )
         if (dtype := tensor.get_dtype()) not in _STORED:
-            raise CheckpointError(f"{folder}: tensor {name} is stored as {dtype}; only {', '.join(_STORED)} are supported")
+            raise CheckpointError(f"{folder}: tensor {name} is stored as {dtype}, not as {', '.join(_STORED)}")
 
 
 def _ignorable(config: DeepSeekConfig, name: str) -> bool:

@@ -1,10 +1,10 @@
 """DeepSeek V2 and V3, inference only: MLA through `ts_ops`, prefill with expanded keys, decode with absorbed weights.
 
-The model keeps no state. Each call takes the KV cache as one paged tensor a layer and writes into it once a layer: that
-is what lets `torch.compile` update it in place (layers that share one tensor would cost a copy of all of it).
+The model keeps no state. Each call takes the KV cache as one paged tensor a layer, and a layer writes its own once:
+that lets `torch.compile` update it in place (layers that share one tensor would cost a copy of all of it).
 
-Shapes: T tokens (of a ragged prefill, or one a sequence in decode), B sequences, H heads, L = kv_lora_rank, R = the rope
-head dim. Modules are named as in Hugging Face checkpoints.
+Shapes: T tokens (of a ragged prefill, or one a sequence in decode), B sequences, H heads, L = kv_lora_rank, R = the
+rope head dim. Modules are named as in Hugging Face checkpoints.
 """
 
 from typing import NamedTuple
@@ -58,7 +58,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head latent attention. The cache keeps a token's normed latent [L] and its rotated key [R], for all heads."""
+    """Multi-head latent attention. The cache keeps a token's normed latent [L] and rotated key [R], for all heads."""
 
     def __init__(self, hidden_size: int, config: AttentionConfig):
         super().__init__()
@@ -72,7 +72,8 @@ class Attention(nn.Module):
             self.q_b_proj = nn.Linear(rank, heads * config.qk_head_dim, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(hidden_size, config.cache_dim, bias=config.bias)
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank)
-        self.kv_b_proj = nn.Linear(config.kv_lora_rank, heads * (config.qk_nope_head_dim + config.v_head_dim), bias=False)
+        expanded = heads * (config.qk_nope_head_dim + config.v_head_dim)
+        self.kv_b_proj = nn.Linear(config.kv_lora_rank, expanded, bias=False)
         self.o_proj = nn.Linear(heads * config.v_head_dim, hidden_size, bias=config.bias)
 
     def forward(self, x: Tensor, step: PrefillStep | DecodeStep, cache: LayerCache) -> Tensor:

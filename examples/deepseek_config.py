@@ -1,4 +1,4 @@
-"""What a DeepSeek `config.json` says, as nested dataclasses: architectures V2 and V3, published or written by transformers.
+"""What a DeepSeek `config.json` says, as nested dataclasses: V2 and V3, as published or as transformers writes it.
 
 Reading is strict. A key that changes the forward pass and is not implemented here, or that nobody here has heard of, is
 an error that names it: a model that silently differs from its checkpoint is worse than one that does not load.

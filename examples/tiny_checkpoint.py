@@ -14,7 +14,7 @@ def write_tiny_checkpoint(folder: Path, *, seed: int = 0, **overrides) -> None:
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     settings = dict(
-        vocab_size=256, hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=3,
+        vocab_size=256, hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=2,
         first_k_dense_replace=1, num_attention_heads=8, num_key_value_heads=8, n_routed_experts=8,
         num_experts_per_tok=2, n_shared_experts=1, n_group=4, topk_group=2, q_lora_rank=64, kv_lora_rank=512,
         qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, max_position_embeddings=4096,
