@@ -85,29 +85,48 @@ def positions_below(bound: Tensor, world: int, rank: int, interleave: int) -> Te
 
 
 def mla_prefill(problem: Prefill, out: Tensor, lse: Tensor | None = None, *, accumulate=torch.float32) -> None:
-    owner_q, index_q, length_q = _ragged(problem.cum_seq_lens_q, problem.tokens_q)
-    owner_kv, index_kv, length_kv = _ragged(problem.cum_seq_lens_kv, problem.tokens_kv)
-    # Row i sees the first `bound` keys of its sequence; causal is bottom-right, so the last query sees them all.
-    keys = _of_owner(length_kv, owner_q)
-    bound = keys - _of_owner(length_q, owner_q) + index_q + 1 if problem.is_causal else keys
-
-    live = (owner_kv >= 0)[:, None, None]
-    groups = problem.heads // problem.heads_kv
-    key = torch.where(live, problem.key.to(accumulate), 0.0).repeat_interleave(groups, dim=1)
-    value = torch.where(live, problem.value.to(accumulate), 0.0).repeat_interleave(groups, dim=1)
-    for start in range(0, problem.tokens_q, QUERY_BLOCK):
-        rows = slice(start, start + QUERY_BLOCK)
-        owner = owner_q[rows, None]
-        visible = (owner == owner_kv) & (owner >= 0) & (index_kv < bound[rows, None])  # [rows, Tkv]
-        query = torch.where(owner[..., None] >= 0, problem.query[rows].to(accumulate), 0.0)
-        scores = torch.einsum("qhd,khd->qhk", query, key) * problem.softmax_scale
-        weights, row_lse = _softmax(scores, visible[:, None])
-        out[rows] = (torch.einsum("qhk,khd->qhd", weights, value) * problem.output_scale).to(out.dtype)
-        if lse is not None:
-            lse[rows] = row_lse.to(lse.dtype)
+    out.zero_()
+    if lse is not None:
+        lse.fill_(-math.inf)
+    if problem.device.type == "cpu":
+        cum_q, cum_kv = problem.cum_seq_lens_q.tolist(), problem.cum_seq_lens_kv.tolist()
+        for sequence in range(problem.batch):
+            rows = slice(*cum_q[sequence : sequence + 2])
+            _prefill_sequence(problem, sequence, rows, slice(*cum_kv[sequence : sequence + 2]), out, lse, accumulate)
+        return
+    # Without reading lengths, every sequence goes over all rows and keeps its own.
+    for sequence in range(problem.batch):
+        _prefill_sequence(problem, sequence, slice(0, None), slice(0, None), out, lse, accumulate)
 
 
 mla_prefill_lse = mla_prefill
+
+
+def _prefill_sequence(
+    problem: Prefill, sequence: int, rows: slice, keys: slice, out: Tensor, lse: Tensor | None, accumulate: torch.dtype
+) -> None:
+    """Attention of one sequence, whose queries lie within `rows` and whose keys within `keys`."""
+    first_q, end_q = problem.cum_seq_lens_q[sequence].long(), problem.cum_seq_lens_q[sequence + 1].long()
+    first_kv, end_kv = problem.cum_seq_lens_kv[sequence].long(), problem.cum_seq_lens_kv[sequence + 1].long()
+    position = torch.arange(problem.tokens_kv, device=problem.device)[keys]
+    own = (position >= first_kv) & (position < end_kv)
+    # Other sequences' keys may be NaN: they are left out before they are multiplied.
+    groups = problem.heads // problem.heads_kv
+    key = torch.where(own[:, None, None], problem.key[keys].to(accumulate), 0.0).repeat_interleave(groups, dim=1)
+    value = torch.where(own[:, None, None], problem.value[keys].to(accumulate), 0.0).repeat_interleave(groups, dim=1)
+    row = torch.arange(problem.tokens_q, device=problem.device)[rows]
+    for block in row.split(QUERY_BLOCK):
+        mine = (block >= first_q) & (block < end_q)
+        # Causal is bottom-right: the last query sees every key.
+        bound = end_kv - (end_q - 1 - block) if problem.is_causal else end_kv.expand(block.shape)
+        visible = own & (position < bound[:, None]) & mine[:, None]  # [rows, keys]
+        query = torch.where(mine[:, None, None], problem.query[block].to(accumulate), 0.0)
+        scores = torch.einsum("qhd,khd->qhk", query, key) * problem.softmax_scale
+        weights, block_lse = _softmax(scores, visible[:, None])
+        result = (torch.einsum("qhk,khd->qhd", weights, value) * problem.output_scale).to(out.dtype)
+        out[block] = torch.where(mine[:, None, None], result, out[block])
+        if lse is not None:
+            lse[block] = torch.where(mine[:, None], block_lse.to(lse.dtype), lse[block])
 
 
 def _ragged(cum_seq_lens: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,11 +136,6 @@ def _ragged(cum_seq_lens: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     owner = torch.searchsorted(cum, token, right=True) - 1
     owner = torch.where(token < cum[-1], owner, -1)
     return owner, token - cum[owner.clamp(min=0)], cum.diff()
-
-
-def _of_owner(lengths: Tensor, owner: Tensor) -> Tensor:
-    """`lengths` [B] of each token's sequence, 0 for the tokens of none."""
-    return torch.cat((lengths, lengths.new_zeros(1)))[owner]
 
 
 def _softmax(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:

@@ -49,8 +49,9 @@ def visible_range(
         if HAS_CP:
             bound = tl.load(causal_seqs + batch * stride_causal) - (q_len - 1) + row
             bound = tl.maximum(bound, 0).to(tl.int64)
-            cycle = cp_interleave.to(tl.int64) * cp_world
-            in_cycle = bound % cycle - cp_rank.to(tl.int64) * cp_interleave
+            # tl.cast, for an argument that is 1 arrives as a constant, which has no method `to`.
+            cycle = tl.cast(cp_interleave, tl.int64) * cp_world
+            in_cycle = bound % cycle - tl.cast(cp_rank, tl.int64) * cp_interleave
             held = bound // cycle * cp_interleave + tl.minimum(tl.maximum(in_cycle, 0), cp_interleave)
             high = tl.minimum(held, length).to(tl.int32)
         else:
@@ -173,17 +174,18 @@ def _decode_kernel(
 def tile_config(rows: int, page_size: int, query_dtype: torch.dtype, cache_dtype: torch.dtype):
     """(BLOCK_M, BLOCK_N, warps, stages) for `rows` = q_len * H query rows a request: the best of a sweep on an H200.
 
-    Two things cost registers and then spill: an FP8 tile, which passes through them on its way to the value product,
-    and pages smaller than a tile, whose keys have a pointer each. Those tiles are smaller, or have more warps.
+    Small tiles are for 16-bit caches, where memory bounds them. An FP8 tile passes through registers on its way to the
+    value product; with 64 rows, wgmma takes it from shared memory at least. Pages smaller than a tile need a pointer a
+    key: their tiles are smaller, or have more warps, lest they spill.
     """
     small_pages = page_size < 64
     if query_dtype == torch.float32:
         return 16, 16, 4, 2
+    if cache_dtype == FP8:
+        return (16, 32, 8 if small_pages else 4, 2) if query_dtype != FP8 and rows <= 16 else (64, 64, 8, 2)
     if rows > 32:
-        return 64, 32 if small_pages and cache_dtype != FP8 else 64, 8, 2
-    if rows > 16:
-        return 32, 32 if cache_dtype == FP8 else 64, 8, 2
-    return 16, 32 if cache_dtype == FP8 else 64, 8 if small_pages else 4, 2
+        return 64, 32 if small_pages else 64, 8, 2
+    return (32, 64, 8, 2) if rows > 16 else (16, 64, 8 if small_pages else 4, 2)
 
 
 def num_splits(problem: Decode, tiles: int, block_m: int, block_n: int) -> int:
