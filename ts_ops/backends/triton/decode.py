@@ -23,6 +23,7 @@ LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
 MIN_TILES = 2  # a split of fewer key tiles costs more in the combine than it saves
 MAX_SPLITS = 128
+SMALLEST_NORMAL = torch.finfo(torch.float32).tiny  # scales below it, or negative, are applied before the max, not after
 MIN_DOT_K = 32  # the least reduction length of an FP8 product
 TRITON_DTYPES = {
     torch.float8_e4m3fn: tl.float8e4nv,
@@ -71,7 +72,7 @@ def _decode_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_VISIBLE: tl.constexpr, HAS_CP: tl.constexpr,
     HAS_LSE: tl.constexpr, SPLIT: tl.constexpr, QK_DTYPE: tl.constexpr, PV_DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, SCALE_AFTER_MAX: tl.constexpr,
 ):  # fmt: skip
     rows = q_len * heads
     row_tiles = tl.cdiv(rows, BLOCK_M)
@@ -122,7 +123,9 @@ def _decode_kernel(
         for tile in range(begin, end):
             key = tile * BLOCK_N + token
             # What no row sees is loaded as 0, never multiplied by 0: NaN past the request cannot spread.
-            key_live = (key >= first_key) & (key < end_key)
+            key_live = key < end_key
+            if HAS_WINDOW:
+                key_live &= key >= first_key
             if PAGE >= BLOCK_N:
                 page = next_page.to(tl.int64)
                 next_page = tl.load(table + tl.minimum(tile + 1, end - 1) * BLOCK_N // PAGE * stride_table_p)
@@ -139,13 +142,21 @@ def _decode_kernel(
                 rope_live = key_live[:, None] & (rope_column < ROPE)[None, :]
                 rope = tl.load(key_row[:, None] + RANK + rope_column[None, :], mask=rope_live, other=0.0)
                 scores = tl.dot(q_rope, tl.trans(rope.to(QK_DTYPE)), acc=scores, input_precision=PRECISION)
-            seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
-            scores = tl.where(seen, scores * scale_log2, float("-inf"))
-
-            new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+            seen = key[None, :] < high[:, None]
+            if HAS_WINDOW:
+                seen &= key[None, :] >= low[:, None]
+            if SCALE_AFTER_MAX:
+                scores = tl.where(seen, scores, float("-inf"))
+                new_peak = tl.maximum(peak, tl.max(scores, axis=1) * scale_log2)
+            else:
+                scores = tl.where(seen, scores * scale_log2, float("-inf"))
+                new_peak = tl.maximum(peak, tl.max(scores, axis=1))
             shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
             rescale = tl.exp2(peak - shift)
-            weight = tl.exp2(scores - shift[:, None])
+            if SCALE_AFTER_MAX:
+                weight = tl.exp2(scores * scale_log2 - shift[:, None])
+            else:
+                weight = tl.exp2(scores - shift[:, None])
             total = total * rescale + tl.sum(weight, axis=1)
             acc = acc * rescale[:, None]
             acc = tl.dot(weight.to(PV_DTYPE), latent.to(PV_DTYPE), acc=acc, input_precision=PRECISION)
@@ -211,11 +222,12 @@ def mla_decode(problem: Decode, out: Tensor, lse: Tensor | None = None) -> None:
         partial, partial_lse = partial.split((problem.batch * rows * splits * rank, problem.batch * rows * splits))
     visible, causal_seqs = problem.local_visible_lens, problem.causal_seqs
     fp8 = query.dtype == FP8
+    scale_log2 = problem.softmax_scale * LOG2_E
     with on_device(problem.device):
         _decode_kernel[(problem.batch * splits * row_tiles,)](
             query, kv_cache, problem.block_tables, problem.seq_lens, visible, causal_seqs,
             out, lse, partial, partial_lse,
-            problem.softmax_scale * LOG2_E, problem.output_scale, problem.q_len, problem.heads, problem.max_pages, splits,
+            scale_log2, problem.output_scale, problem.q_len, problem.heads, problem.max_pages, splits,
             min(problem.window_left, problem.capacity + problem.q_len),
             problem.cp_world, problem.cp_rank, problem.cp_interleave_size,
             *query.stride()[:3], *kv_cache.stride()[:2], *problem.block_tables.stride(), problem.seq_lens.stride(0),
@@ -225,7 +237,7 @@ def mla_decode(problem: Decode, out: Tensor, lse: Tensor | None = None) -> None:
             IS_CAUSAL=problem.is_causal, HAS_WINDOW=problem.window_left >= 0, HAS_VISIBLE=visible is not None,
             HAS_CP=causal_seqs is not None, HAS_LSE=lse is not None, SPLIT=splits > 1,
             QK_DTYPE=TRITON_DTYPES[query.dtype], PV_DTYPE=TRITON_DTYPES[torch.float16 if fp8 else query.dtype],
-            PRECISION="ieee", num_warps=warps, num_stages=stages, **OPTIONS,
+            PRECISION="ieee", SCALE_AFTER_MAX=scale_log2 >= SMALLEST_NORMAL, num_warps=warps, num_stages=stages, **OPTIONS,
         )  # fmt: skip
         if splits > 1:
             combine_splits(partial, partial_lse, out, lse, splits, problem.output_scale)
