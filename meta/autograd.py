@@ -14,15 +14,11 @@ from .schema import LIBRARY, NAMESPACE, OPERATORS
 
 
 def _guard(name: str, overload):
-    schema = overload._schema
-    written_positions = [
-        index for index, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write and not argument.kwarg_only
-    ]  # fmt: skip
-    written_names = [
-        argument.name for argument in schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write and argument.kwarg_only
-    ]  # fmt: skip
+    arguments = overload._schema.arguments
+    written = [argument for argument in arguments if argument.alias_info and argument.alias_info.is_write]
+    written_positions = [index for index, argument in enumerate(arguments)
+                         if argument in written and not argument.kwarg_only]  # fmt: skip
+    written_names = [argument.name for argument in written if argument.kwarg_only]
     redispatch = overload.redispatch
     below = torch._C._after_autograd_keyset
 
@@ -36,18 +32,13 @@ def _guard(name: str, overload):
                     )
         with torch._C._AutoDispatchBelowAutograd():
             result = redispatch(keyset & below, *args, **kwargs)
-        for index in written_positions:
-            _bump(args[index])
-        for written in written_names:
-            _bump(kwargs[written])
+        if written:
+            for tensor in (*(args[index] for index in written_positions), *(kwargs[name] for name in written_names)):
+                if not tensor.is_inference():
+                    increment_version(tensor)
         return result
 
     return autograd
-
-
-def _bump(tensor: Tensor) -> None:
-    if not tensor.is_inference():
-        increment_version(tensor)
 
 
 def register_guards() -> None:

@@ -1,52 +1,64 @@
 """Checks that hold for plain and for symbolic sizes, with an error that names the argument.
 
 A size may be symbolic (under `torch.compile` and export), even unbacked; an `if` on it would add a guard or fail.
-`require` hands such a condition to `torch._check_value`, which records it. For plain booleans it takes a shorter path:
-the contract makes about thirty checks a call, and `torch._check_value` alone would cost half a microsecond each.
+`require` hands such a condition to `torch._check_value`, which records it. A plain True returns at once, and messages
+are formatted only when they are raised: the contract makes about thirty checks a call, on the host's critical path.
 """
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 
-def require(condition, message: Callable[[], str]) -> None:
-    """Raise ValueError(message()) unless `condition`, a bool or SymBool, holds."""
+def require(condition, message: str, *values) -> None:
+    """Raise ValueError(message.format(*values)) unless `condition`, a bool or SymBool, holds."""
     if condition is True:
         return
     if condition is False:
-        raise ValueError(message())
-    torch._check_value(condition, message)
+        raise ValueError(_format(message, values))
+    torch._check_value(condition, lambda: _format(message, values))
 
 
-def require_tensor(name: str, tensor: Tensor, ranks: tuple[int, ...], layout: str, dtypes, device) -> None:
-    """`tensor` has one of `ranks`, one of `dtypes`, and lies on `device`. `layout` is its documented shape."""
-    if tensor.ndim not in ranks:
-        raise ValueError(f"{name} must have shape {layout}, got {tensor.ndim} dimensions: {list(tensor.shape)}")
+def either(first, second):
+    """`first or second` for bools and SymBools."""
+    if first is True or second is False:
+        return first
+    if first is False or second is True:
+        return second
+    return first | second
+
+
+def is_constant(value, constant: int) -> bool:
+    """`value` is the plain integer `constant`; False for a symbolic one, whatever it may turn out to be."""
+    return isinstance(value, int) and value == constant
+
+
+def require_tensor(name: str, tensor: Tensor, ranks: tuple[int, ...], layout: str, dtypes, device) -> torch.Size:
+    """`tensor` has one of `ranks`, one of `dtypes`, and lies on `device`; its shape. `layout` is the documented one."""
+    shape = tensor.shape
+    if len(shape) not in ranks:
+        raise ValueError(f"{name} must have shape {layout}, got {len(shape)} dimensions: {list(shape)}")
     if tensor.dtype not in dtypes:
-        raise TypeError(f"{name} must be {_or(dtypes)}, got {tensor.dtype}")
+        raise TypeError(f"{name} must be {name_dtypes(dtypes)}, got {tensor.dtype}")
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}, but must be on {device} like the first argument")
+    return shape
 
 
-def require_size(name: str, tensor: Tensor, dim: int, size, reason: str) -> None:
-    """`tensor.shape[dim]` equals `size`, which `reason` explains."""
-    actual = tensor.shape[dim]
-    require(
-        actual == size,
-        lambda: f"{name} must have size {size} in dimension {dim} ({reason}), got {list(tensor.shape)}",
-    )
+def require_size(name: str, shape: torch.Size, dim: int, size, reason: str) -> None:
+    """`shape[dim]` equals `size`, which `reason` explains."""
+    if (same := shape[dim] == size) is not True:
+        require(same, "{} must have size {} in dimension {} ({}), got {}", name, size, dim, reason, shape)
 
 
 def require_unit_stride(name: str, tensor: Tensor) -> None:
     """The last dimension is dense: kernels load rows as vectors."""
-    stride = tensor.stride(-1)
-    require(
-        stride == 1,
-        lambda: f"{name} must have stride 1 in its last dimension, got strides {list(tensor.stride())}; "
-        f"pass {name}.contiguous()",
-    )
+    strides = tensor.stride()
+    if (dense := strides[-1] == 1) is not True:
+        require(
+            either(dense, tensor.shape[-1] <= 1),
+            "{} must have stride 1 in its last dimension, got strides {}; pass {}.contiguous()",
+            name, strides, name,
+        )  # fmt: skip
 
 
 def require_disjoint(name: str, written: Tensor, sources: dict[str, Tensor | None]) -> None:
@@ -57,23 +69,28 @@ def require_disjoint(name: str, written: Tensor, sources: dict[str, Tensor | Non
         first, end = _extent(written)
         source_first, source_end = _extent(source)
         require(
-            torch.sym_or(end <= source_first, source_end <= first),
-            lambda: f"{name} must not overlap {source_name} in memory; pass {source_name}.clone()",  # noqa: B023
-        )
+            either(end <= source_first, source_end <= first),
+            "{} must not overlap {} in memory; pass {}.clone()", name, source_name, source_name,
+        )  # fmt: skip
 
 
 def _extent(tensor: Tensor):
-    """First storage element that `tensor` covers and the one past its last; equal where it is empty."""
+    """First byte of its storage that `tensor` covers and the one past its last; equal where it is empty."""
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1
     first = tensor.storage_offset()
-    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return first, first + torch.sym_min(tensor.numel(), 1) * (span + 1)
+    return first * tensor.itemsize, (first + torch.sym_min(tensor.numel(), 1) * span) * tensor.itemsize
 
 
 def require_finite(name: str, value) -> None:
     """`value` is a finite float. `x - x` is 0 exactly for finite x, and works on a SymFloat too."""
-    require(value - value == 0.0, lambda: f"{name} must be finite, got {value}")
+    if (finite := value - value == 0.0) is not True:
+        require(finite, "{} must be finite, got {}", name, value)
 
 
-def _or(dtypes) -> str:
+def _format(message: str, values: tuple) -> str:
+    return message.format(*(list(value) if isinstance(value, tuple) else value for value in values))
+
+
+def name_dtypes(dtypes) -> str:
     names = [str(dtype) for dtype in dtypes]
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"

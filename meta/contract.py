@@ -10,15 +10,28 @@ Shapes: B requests, H query heads, D = kv_lora_rank + rope head dim (576 for Dee
 import torch
 from torch import Tensor
 
-from .check import require, require_disjoint, require_finite, require_size, require_tensor, require_unit_stride
+from .check import (
+    either,
+    is_constant,
+    name_dtypes,
+    require,
+    require_disjoint,
+    require_finite,
+    require_size,
+    require_tensor,
+    require_unit_stride,
+)
 
 FP8 = torch.float8_e4m3fn
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+HALVES = (torch.bfloat16, torch.float16)
+FLOATS = (*HALVES, torch.float32)
 MATRIX = (FP8, *FLOATS)
 INT32 = (torch.int32,)
+INT64 = (torch.int64,)
 FLOAT32 = (torch.float32,)
 MAX_HEADS = 128
 MAX_PAGE_SIZE = 128
+PAGE_SIZES = frozenset({1, 2, 4, 8, 16, 32, 64, MAX_PAGE_SIZE})
 
 
 class Problem:
@@ -27,27 +40,28 @@ class Problem:
     __slots__ = ("device", "results", "rows")
 
     def allocate(self) -> tuple[Tensor, ...]:
-        return tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.results)
+        device = self.device
+        return tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.results])
 
     @property
     def dtypes(self) -> set[torch.dtype]:
         """Dtypes of all inputs and results, for a backend that lacks some."""
-        inputs = {value.dtype for name in self.__slots__ if isinstance(value := getattr(self, name), Tensor)}
-        return inputs.union(dtype for _, dtype in self.results)
+        return {tensor.dtype for tensor in self._inputs().values()}.union(dtype for _, dtype in self.results)
 
     def check_buffers(self, names: tuple[str, ...], buffers: tuple[Tensor, ...]) -> None:
         """Check the buffers of a `.out` call: each is like the result it stands for, and overlaps no input."""
-        inputs = {name: value for name in self.__slots__ if isinstance(value := getattr(self, name), Tensor)}
+        others = self._inputs()
         for name, buffer, (shape, dtype) in zip(names, buffers, self.results):
-            require_tensor(name, buffer, (len(shape),), f"{list(shape)}", (dtype,), self.device)
+            actual = require_tensor(name, buffer, (len(shape),), f"{list(shape)}", (dtype,), self.device)
             for dim, size in enumerate(shape):
-                require_size(name, buffer, dim, size, f"the result has shape {list(shape)}")
-            require(
-                buffer.is_contiguous(),
-                lambda: f"{name} must be contiguous, got strides {list(buffer.stride())}",  # noqa: B023
-            )
-            require_disjoint(name, buffer, inputs)
-            inputs[name] = buffer
+                require(actual[dim] == size, "{} must have the result's shape {}, got {}", name, shape, actual)
+            if not buffer.is_contiguous():
+                raise ValueError(f"{name} must be contiguous, got strides {list(buffer.stride())}")
+            require_disjoint(name, buffer, others)
+            others[name] = buffer
+
+    def _inputs(self) -> dict[str, Tensor]:
+        return {name: value for name in self.__slots__ if isinstance(value := getattr(self, name), Tensor)}
 
 
 class Decode(Problem):
@@ -67,37 +81,33 @@ class Decode(Problem):
         is_causal=True, window_left=-1, local_visible_lens=None, causal_seqs=None, cp_world=1, cp_rank=0,
         cp_interleave_size=1, max_seq_len=None, with_lse=False,
     ):  # fmt: skip
-        device = query.device
-        require_tensor("query", query, (4,), "[B, q_len, H, kv_lora_rank + rope]", MATRIX, device)
-        cache_dtypes = (query.dtype, FP8) if query.dtype in (torch.bfloat16, torch.float16) else (query.dtype,)
-        kv_cache = _paged(kv_cache, cache_dtypes, device)
-        batch, q_len, heads, head_dim = query.shape
-        num_pages, page_size, _ = kv_cache.shape
-        require_tensor("block_tables", block_tables, (2,), "[B, max_pages]", INT32, device)
-        require_tensor("seq_lens", seq_lens, (1,), "[B]", INT32, device)
+        device, dtype = query.device, query.dtype
+        shape = require_tensor("query", query, (4,), "[B, q_len, H, kv_lora_rank + rope]", MATRIX, device)
+        batch, q_len, heads, head_dim = shape
+        kv_cache = _paged(kv_cache, (dtype, FP8) if dtype in HALVES else (dtype,), device)
+        pages = kv_cache.shape
+        tables = require_tensor("block_tables", block_tables, (2,), "[B, max_pages]", INT32, device)
+        lengths = require_tensor("seq_lens", seq_lens, (1,), "[B]", INT32, device)
 
-        require_heads("query", query, heads)
+        require_heads("query", shape, heads)
         require_unit_stride("query", query)
-        require_size("kv_cache", kv_cache, -1, head_dim, "the query's last dimension")
-        require(
-            kv_lora_rank >= 1,
-            lambda: f"kv_lora_rank must be at least 1, got {kv_lora_rank}",
-        )
+        require_size("kv_cache", pages, 2, head_dim, "the query's last dimension")
+        require(kv_lora_rank >= 1, "kv_lora_rank must be at least 1, got {}", kv_lora_rank)
         require(
             kv_lora_rank <= head_dim,
-            lambda: f"kv_lora_rank must be at most the query's last dimension {head_dim}, got {kv_lora_rank}",
-        )
-        require_size("block_tables", block_tables, 0, batch, "the query's batch")
-        require_size("seq_lens", seq_lens, 0, batch, "the query's batch")
+            "kv_lora_rank must be at most the query's last dimension {}, got {}", head_dim, kv_lora_rank,
+        )  # fmt: skip
+        require_size("block_tables", tables, 0, batch, "the query's batch")
+        require_size("seq_lens", lengths, 0, batch, "the query's batch")
         require_finite("softmax_scale", softmax_scale)
         require_finite("output_scale", output_scale)
-        require_bound("max_seq_len", max_seq_len)
+        if max_seq_len is not None:
+            require_bound("max_seq_len", max_seq_len)
 
-        self.results = (((batch, q_len, heads, kv_lora_rank), _result_dtype(query)),)
-        if with_lse:
-            self.results += (((batch, q_len, heads), torch.float32),)
         self.device = device
         self.rows = batch * q_len * heads
+        output = ((batch, q_len, heads, kv_lora_rank), _result_dtype(dtype))
+        self.results = (output, ((batch, q_len, heads), torch.float32)) if with_lse else (output,)
         self.query, self.kv_cache, self.block_tables, self.seq_lens = query, kv_cache, block_tables, seq_lens
         self.softmax_scale, self.output_scale, self.kv_lora_rank = softmax_scale, output_scale, kv_lora_rank
         self.is_causal, self.window_left = is_causal, window_left
@@ -105,59 +115,53 @@ class Decode(Problem):
         self.cp_world, self.cp_rank, self.cp_interleave_size = cp_world, cp_rank, cp_interleave_size
         self.max_seq_len = max_seq_len
         self.batch, self.q_len, self.heads, self.head_dim = batch, q_len, heads, head_dim
-        self.num_pages, self.page_size, self.max_pages = num_pages, page_size, block_tables.shape[1]
-        self._check_visibility()
+        self.num_pages, self.page_size, self.max_pages = pages[0], pages[1], tables[1]
+        # A call without law 3's options is the usual one. A symbolic integer is no plain int, and is checked.
+        plain = type(window_left) is type(cp_world) is type(cp_rank) is type(cp_interleave_size) is int
+        options = (window_left, cp_world, cp_rank, cp_interleave_size)
+        if not plain or options != (-1, 1, 0, 1) or local_visible_lens is not None or causal_seqs is not None:
+            self._check_visibility()
 
     def _check_visibility(self) -> None:
-        window, world, rank = self.window_left, self.cp_world, self.cp_rank
-        windowed = not (isinstance(window, int) and window == -1)
-        parallel = not (isinstance(world, int) and world == 1)
+        """Law 3's options. Each condition holds for symbolic integers too, so none is asked with an `if`."""
+        window, world, rank, interleave = self.window_left, self.cp_world, self.cp_rank, self.cp_interleave_size
+        windowed, parallel = not is_constant(window, -1), not is_constant(world, 1)
         if windowed:
-            # One sentence holds for any size, symbolic or not: -1 is no window, all else must cover the q_len block.
+            least = self.q_len - 1
             require(
-                torch.sym_or(window == -1, window >= torch.sym_max(self.q_len - 1, 0)),
-                lambda: f"window_left must be -1 (no window) or at least q_len - 1 = {self.q_len - 1}, got {window}",
-            )
-        if parallel or rank != 0 or self.cp_interleave_size != 1:
-            require(world >= 1, lambda: f"cp_world must be at least 1, got {world}")
-            require(rank >= 0, lambda: f"cp_rank must be in [0, cp_world = {world}), got {rank}")
-            require(rank < world, lambda: f"cp_rank must be in [0, cp_world = {world}), got {rank}")
-            require(
-                self.cp_interleave_size >= 1,
-                lambda: f"cp_interleave_size must be at least 1, got {self.cp_interleave_size}",
-            )
+                either(window == -1, window >= least),
+                "window_left must be -1 (no window) or at least q_len - 1 = {}, got {}", least, window,
+            )  # fmt: skip
+        if parallel or not is_constant(rank, 0) or not is_constant(interleave, 1):
+            require(world >= 1, "cp_world must be at least 1, got {}", world)
+            require(rank >= 0, "cp_rank must be in [0, cp_world = {}), got {}", world, rank)
+            require(rank < world, "cp_rank must be in [0, cp_world = {}), got {}", world, rank)
+            require(interleave >= 1, "cp_interleave_size must be at least 1, got {}", interleave)
         if self.causal_seqs is not None:
-            require_tensor("causal_seqs", self.causal_seqs, (1,), "[B]", INT32, self.device)
-            require_size("causal_seqs", self.causal_seqs, 0, self.batch, "the query's batch")
+            shape = require_tensor("causal_seqs", self.causal_seqs, (1,), "[B]", INT32, self.device)
+            require_size("causal_seqs", shape, 0, self.batch, "the query's batch")
             require(
                 world > 1,
-                lambda: f"causal_seqs is for context parallelism only: pass cp_world > 1 (got {world}) or leave it out",
-            )
+                "causal_seqs is for context parallelism only: pass cp_world > 1 (got {}) or leave it out", world,
+            )  # fmt: skip
         elif parallel:
             require(
-                world == 1,
-                lambda: f"causal_seqs (the global lengths, [B] int32) is required with cp_world = {world}",
+                world == 1, "causal_seqs (the global lengths, [B] int32) is required with cp_world > 1 (got {})", world
             )
         if windowed and parallel:
             require(
-                torch.sym_or(window == -1, world == 1),
-                lambda: f"window_left = {window} cannot be used with cp_world = {world}: a window has no meaning over "
-                "the part of the keys that one rank holds",
-            )
+                either(window == -1, world == 1),
+                "window_left cannot be used with cp_world > 1 (got {} and {}): a window has no meaning over the part "
+                "of the keys that one rank holds", window, world,
+            )  # fmt: skip
         if self.local_visible_lens is not None:
-            require_tensor(
-                "local_visible_lens", self.local_visible_lens, (2,), "[B, q_len]", INT32, self.device
-            )
-            require_size("local_visible_lens", self.local_visible_lens, 0, self.batch, "the query's batch")
-            require_size("local_visible_lens", self.local_visible_lens, 1, self.q_len, "the query's q_len")
-            require(
-                window == -1,
-                lambda: f"local_visible_lens cannot be used with window_left = {window}: it already is each row's bound",
-            )
-            require(
-                world == 1,
-                lambda: f"local_visible_lens cannot be used with cp_world = {world}: it already is each row's bound",
-            )
+            name = "local_visible_lens"
+            shape = require_tensor(name, self.local_visible_lens, (2,), "[B, q_len]", INT32, self.device)
+            require_size(name, shape, 0, self.batch, "the query's batch")
+            require_size(name, shape, 1, self.q_len, "the query's q_len")
+            excluded = "local_visible_lens cannot be used with {} (got {}): it already is each row's bound"
+            require(window == -1, excluded, "window_left", window)
+            require(world == 1, excluded, "cp_world > 1", world)
 
     @property
     def capacity(self):
@@ -166,7 +170,7 @@ class Decode(Problem):
 
 
 class Prefill(Problem):
-    """mla_prefill and mla_prefill_lse: ragged attention, query [Tq, H, Dqk] over key [Tkv, H_kv, Dqk], value [.., Dv]."""
+    """mla_prefill and mla_prefill_lse: ragged, query [Tq, H, Dqk] over key [Tkv, H_kv, Dqk], value [.., Dv]."""
 
     __slots__ = (
         "query", "key", "value", "cum_seq_lens_q", "cum_seq_lens_kv", "softmax_scale", "output_scale", "is_causal",
@@ -177,41 +181,39 @@ class Prefill(Problem):
         self, query, key, value, cum_seq_lens_q, cum_seq_lens_kv, softmax_scale, *, output_scale=1.0, is_causal=True,
         max_seq_len_q=None, max_seq_len_kv=None, with_lse=False,
     ):  # fmt: skip
-        device = query.device
-        require_tensor("query", query, (3,), "[Tq, H, head_dim_qk]", MATRIX, device)
-        require_tensor("key", key, (3,), "[Tkv, H_kv, head_dim_qk]", (query.dtype,), device)
-        require_tensor("value", value, (3,), "[Tkv, H_kv, head_dim_v]", (query.dtype,), device)
-        require_tensor("cum_seq_lens_q", cum_seq_lens_q, (1,), "[B + 1]", INT32, device)
-        require_tensor("cum_seq_lens_kv", cum_seq_lens_kv, (1,), "[B + 1]", INT32, device)
-        tokens_q, heads, dim_qk = query.shape
-        tokens_kv, heads_kv, dim_v = value.shape
+        device, dtype = query.device, query.dtype
+        shape = require_tensor("query", query, (3,), "[Tq, H, head_dim_qk]", MATRIX, device)
+        key_shape = require_tensor("key", key, (3,), "[Tkv, H_kv, head_dim_qk]", (dtype,), device)
+        value_shape = require_tensor("value", value, (3,), "[Tkv, H_kv, head_dim_v]", (dtype,), device)
+        (entries,) = require_tensor("cum_seq_lens_q", cum_seq_lens_q, (1,), "[B + 1]", INT32, device)
+        entries_kv = require_tensor("cum_seq_lens_kv", cum_seq_lens_kv, (1,), "[B + 1]", INT32, device)
+        tokens_q, heads, dim_qk = shape
+        tokens_kv, heads_kv, dim_v = value_shape
 
-        require_heads("query", query, heads)
-        require_dim("query", query, dim_qk)
-        require_dim("value", value, dim_v)
-        require_size("key", key, 0, tokens_kv, "the value's tokens")
-        require_size("key", key, 1, heads_kv, "the value's heads")
-        require_size("key", key, 2, dim_qk, "the query's last dimension")
-        require(heads_kv >= 1, lambda: f"key must have at least one head, got {list(key.shape)}")
-        require(
-            heads % heads_kv == 0,
-            lambda: f"query must have a multiple of the key's {heads_kv} heads, got {list(query.shape)}",
-        )
-        for name, tensor in (("query", query), ("key", key), ("value", value)):
-            require_unit_stride(name, tensor)
-        entries = cum_seq_lens_q.shape[0]
-        require(entries >= 1, lambda: "cum_seq_lens_q must have B + 1 entries, the first of them 0; got none")
-        require_size("cum_seq_lens_kv", cum_seq_lens_kv, 0, entries, "the entries of cum_seq_lens_q")
+        require_heads("query", shape, heads)
+        require_dim("query", shape, dim_qk)
+        require_dim("value", value_shape, dim_v)
+        require_size("key", key_shape, 0, tokens_kv, "the value's tokens")
+        require_size("key", key_shape, 1, heads_kv, "the value's heads")
+        require_size("key", key_shape, 2, dim_qk, "the query's last dimension")
+        require(heads_kv >= 1, "key must have at least one head, got {}", key_shape)
+        require(heads % heads_kv == 0, "query must have a multiple of the key's {} heads, got {}", heads_kv, shape)
+        require_unit_stride("query", query)
+        require_unit_stride("key", key)
+        require_unit_stride("value", value)
+        require(entries >= 1, "cum_seq_lens_q must have B + 1 entries, the first of them 0; got none")
+        require_size("cum_seq_lens_kv", entries_kv, 0, entries, "the entries of cum_seq_lens_q")
         require_finite("softmax_scale", softmax_scale)
         require_finite("output_scale", output_scale)
-        require_bound("max_seq_len_q", max_seq_len_q)
-        require_bound("max_seq_len_kv", max_seq_len_kv)
+        if max_seq_len_q is not None:
+            require_bound("max_seq_len_q", max_seq_len_q)
+        if max_seq_len_kv is not None:
+            require_bound("max_seq_len_kv", max_seq_len_kv)
 
-        self.results = (((tokens_q, heads, dim_v), _result_dtype(query)),)
-        if with_lse:
-            self.results += (((tokens_q, heads), torch.float32),)
         self.device = device
         self.rows = tokens_q * heads
+        output = ((tokens_q, heads, dim_v), _result_dtype(dtype))
+        self.results = (output, ((tokens_q, heads), torch.float32)) if with_lse else (output,)
         self.query, self.key, self.value = query, key, value
         self.cum_seq_lens_q, self.cum_seq_lens_kv = cum_seq_lens_q, cum_seq_lens_kv
         self.softmax_scale, self.output_scale, self.is_causal = softmax_scale, output_scale, is_causal
@@ -226,24 +228,26 @@ class Merge(Problem):
     __slots__ = ("prefix_output", "prefix_lse", "suffix_output", "suffix_lse", "tokens", "heads", "dim")
 
     def __init__(self, prefix_output, prefix_lse, suffix_output, suffix_lse):
-        device = prefix_output.device
-        require_tensor("prefix_output", prefix_output, (3,), "[T, H, D]", FLOATS, device)
-        require_tensor("prefix_lse", prefix_lse, (2,), "[T, H]", FLOAT32, device)
-        require_tensor("suffix_output", suffix_output, (3,), "[T, H, D]", (prefix_output.dtype,), device)
-        require_tensor("suffix_lse", suffix_lse, (2,), "[T, H]", FLOAT32, device)
-        tokens, heads, dim = prefix_output.shape
-        require_dim("prefix_output", prefix_output, dim)
-        for axis, size in enumerate((tokens, heads, dim)):
-            require_size("suffix_output", suffix_output, axis, size, "as in prefix_output")
-        for name, lse in (("prefix_lse", prefix_lse), ("suffix_lse", suffix_lse)):
-            require_size(name, lse, 0, tokens, "the tokens of prefix_output")
-            require_size(name, lse, 1, heads, "the heads of prefix_output")
+        device, dtype = prefix_output.device, prefix_output.dtype
+        shape = require_tensor("prefix_output", prefix_output, (3,), "[T, H, D]", FLOATS, device)
+        prefix = require_tensor("prefix_lse", prefix_lse, (2,), "[T, H]", FLOAT32, device)
+        other = require_tensor("suffix_output", suffix_output, (3,), "[T, H, D]", (dtype,), device)
+        suffix = require_tensor("suffix_lse", suffix_lse, (2,), "[T, H]", FLOAT32, device)
+        tokens, heads, dim = shape
+        require_dim("prefix_output", shape, dim)
+        require_size("suffix_output", other, 0, tokens, "as in prefix_output")
+        require_size("suffix_output", other, 1, heads, "as in prefix_output")
+        require_size("suffix_output", other, 2, dim, "as in prefix_output")
+        require_size("prefix_lse", prefix, 0, tokens, "the tokens of prefix_output")
+        require_size("prefix_lse", prefix, 1, heads, "the heads of prefix_output")
+        require_size("suffix_lse", suffix, 0, tokens, "the tokens of prefix_output")
+        require_size("suffix_lse", suffix, 1, heads, "the heads of prefix_output")
         require_unit_stride("prefix_output", prefix_output)
         require_unit_stride("suffix_output", suffix_output)
 
-        self.results = _state(tokens, heads, dim, prefix_output.dtype)
         self.device = device
         self.rows = tokens * heads
+        self.results = _state(tokens, heads, dim, dtype)
         self.prefix_output, self.prefix_lse = prefix_output, prefix_lse
         self.suffix_output, self.suffix_lse = suffix_output, suffix_lse
         self.tokens, self.heads, self.dim = tokens, heads, dim
@@ -256,18 +260,19 @@ class MergeN(Problem):
 
     def __init__(self, outputs, lses):
         device = outputs.device
-        require_tensor("outputs", outputs, (4,), "[N, T, H, D]", FLOATS, device)
-        require_tensor("lses", lses, (3,), "[N, T, H]", FLOAT32, device)
-        states, tokens, heads, dim = outputs.shape
-        require(states >= 1, lambda: f"outputs must hold at least one state, got {list(outputs.shape)}")
-        require_dim("outputs", outputs, dim)
-        for axis, (size, what) in enumerate(((states, "states"), (tokens, "tokens"), (heads, "heads"))):
-            require_size("lses", lses, axis, size, f"the {what} of outputs")
+        shape = require_tensor("outputs", outputs, (4,), "[N, T, H, D]", FLOATS, device)
+        lse_shape = require_tensor("lses", lses, (3,), "[N, T, H]", FLOAT32, device)
+        states, tokens, heads, dim = shape
+        require(states >= 1, "outputs must hold at least one state, got {}", shape)
+        require_dim("outputs", shape, dim)
+        require_size("lses", lse_shape, 0, states, "the states of outputs")
+        require_size("lses", lse_shape, 1, tokens, "the tokens of outputs")
+        require_size("lses", lse_shape, 2, heads, "the heads of outputs")
         require_unit_stride("outputs", outputs)
 
-        self.results = _state(tokens, heads, dim, outputs.dtype)
         self.device = device
         self.rows = tokens * heads
+        self.results = _state(tokens, heads, dim, outputs.dtype)
         self.outputs, self.lses = outputs, lses
         self.states, self.tokens, self.heads, self.dim = states, tokens, heads, dim
 
@@ -280,35 +285,40 @@ class CacheWrite(Problem):
     def __init__(self, kv_cache, kv_c, k_pe, slot_mapping, *, k_scale=None):
         device = kv_cache.device
         kv_cache = _paged(kv_cache, MATRIX, device)
-        require_tensor("kv_c", kv_c, (2,), "[>= T, kv_lora_rank]", FLOATS, device)
-        k_pe = _rope_rows(k_pe, device)
-        require_tensor("slot_mapping", slot_mapping, (1,), "[T]", (torch.int64,), device)
-        head_dim, kv_lora_rank, rope_dim, tokens = kv_cache.shape[2], kv_c.shape[1], k_pe.shape[1], slot_mapping.shape[0]
+        rows, kv_lora_rank = latent = require_tensor("kv_c", kv_c, (2,), "[>= T, kv_lora_rank]", FLOATS, device)
+        k_pe = _rope_rows(k_pe, FLOATS, device)
+        rope_rows, rope_dim = k_pe.shape
+        (tokens,) = require_tensor("slot_mapping", slot_mapping, (1,), "[T]", INT64, device)
+        num_pages, page_size, head_dim = kv_cache.shape
         require(
             kv_lora_rank + rope_dim == head_dim,
-            lambda: f"kv_c and k_pe must have {head_dim} columns together (the last dimension of kv_cache), "
-            f"got {kv_lora_rank} + {rope_dim}",
-        )
-        require_dim("kv_c", kv_c, kv_lora_rank)
-        for name, rows in (("kv_c", kv_c), ("k_pe", k_pe)):
+            "kv_c and k_pe must have {} columns together (the last dimension of kv_cache), got {} + {}",
+            head_dim, kv_lora_rank, rope_dim,
+        )  # fmt: skip
+        require_dim("kv_c", latent, kv_lora_rank)
+        too_few = "{} must have a row for each of the {} slots, got {}"
+        require(rows >= tokens, too_few, "kv_c", tokens, rows)
+        require(rope_rows >= tokens, too_few, "k_pe", tokens, rope_rows)
+        require_unit_stride("kv_c", kv_c)
+        require_unit_stride("k_pe", k_pe)
+        strides = kv_cache.stride()
+        for dim, size in ((0, num_pages), (1, page_size)):
             require(
-                rows.shape[0] >= tokens,
-                lambda: f"{name} must have a row for each of the {tokens} slots, got {rows.shape[0]}",  # noqa: B023
-            )
-            require_unit_stride(name, rows)
-        for dim in (0, 1):
-            require(
-                kv_cache.stride(dim) >= torch.sym_min(head_dim, kv_cache.shape[dim] * head_dim - head_dim),
-                lambda: f"kv_cache must not be an expanded tensor, got strides {list(kv_cache.stride())}",
-            )
-        require_k_scale(k_scale, kv_cache)
-        require_disjoint("kv_cache", kv_cache, {"kv_c": kv_c, "k_pe": k_pe, "slot_mapping": slot_mapping, "k_scale": k_scale})
+                either(strides[dim] >= head_dim, size <= 1),
+                "kv_cache must not have rows that overlap in memory, as an expanded tensor has; got strides {}",
+                strides,
+            )  # fmt: skip
+        if k_scale is not None:
+            require_k_scale(k_scale, kv_cache)
+        sources = {"kv_c": kv_c, "k_pe": k_pe, "slot_mapping": slot_mapping, "k_scale": k_scale}
+        require_disjoint("kv_cache", kv_cache, sources)
 
-        self.results = ()
         self.device = device
         self.rows = tokens
-        self.kv_cache, self.kv_c, self.k_pe, self.slot_mapping, self.k_scale = kv_cache, kv_c, k_pe, slot_mapping, k_scale
-        self.page_size, self.kv_lora_rank, self.rope_dim = kv_cache.shape[1], kv_lora_rank, rope_dim
+        self.results = ()
+        self.kv_cache, self.kv_c, self.k_pe, self.slot_mapping = kv_cache, kv_c, k_pe, slot_mapping
+        self.k_scale = k_scale
+        self.page_size, self.kv_lora_rank, self.rope_dim = page_size, kv_lora_rank, rope_dim
 
 
 class CacheGather(Problem):
@@ -319,126 +329,127 @@ class CacheGather(Problem):
         "batch", "page_size", "head_dim", "max_pages", "num_pages",
     )  # fmt: skip
 
-    def __init__(self, kv_cache, block_tables, cum_seq_lens, total_tokens, *, seq_starts=None, k_scale=None, dtype=None):
+    def __init__(
+        self, kv_cache, block_tables, cum_seq_lens, total_tokens, *, seq_starts=None, k_scale=None, dtype=None
+    ):
         device = kv_cache.device
         kv_cache = _paged(kv_cache, MATRIX, device)
-        require_tensor("block_tables", block_tables, (2,), "[B, max_pages]", INT32, device)
-        require_tensor("cum_seq_lens", cum_seq_lens, (1,), "[B + 1]", INT32, device)
-        batch, max_pages = block_tables.shape
-        require_size("cum_seq_lens", cum_seq_lens, 0, batch + 1, "B + 1, for the B rows of block_tables")
-        require(total_tokens >= 0, lambda: f"total_tokens must not be negative, got {total_tokens}")
+        batch, max_pages = require_tensor("block_tables", block_tables, (2,), "[B, max_pages]", INT32, device)
+        entries = require_tensor("cum_seq_lens", cum_seq_lens, (1,), "[B + 1]", INT32, device)
+        require_size("cum_seq_lens", entries, 0, batch + 1, "B + 1, for the B rows of block_tables")
+        require(total_tokens >= 0, "total_tokens must not be negative, got {}", total_tokens)
         if seq_starts is not None:
-            require_tensor("seq_starts", seq_starts, (1,), "[B]", INT32, device)
-            require_size("seq_starts", seq_starts, 0, batch, "the rows of block_tables")
-        require_k_scale(k_scale, kv_cache)
-        dtype = kv_cache.dtype if dtype is None else dtype
+            starts = require_tensor("seq_starts", seq_starts, (1,), "[B]", INT32, device)
+            require_size("seq_starts", starts, 0, batch, "the rows of block_tables")
+        if k_scale is not None:
+            require_k_scale(k_scale, kv_cache)
+        cache_dtype = kv_cache.dtype
+        dtype = cache_dtype if dtype is None else dtype
         if dtype not in MATRIX:
-            raise TypeError(f"dtype must be one of {[str(d) for d in MATRIX]}, got {dtype}")
-        if dtype == FP8 and kv_cache.dtype != FP8:
-            raise ValueError(f"dtype {FP8} needs an FP8 kv_cache, got one of {kv_cache.dtype}")
+            raise TypeError(f"dtype must be {name_dtypes(MATRIX)}, got {dtype}")
+        if dtype == FP8 and cache_dtype != FP8:
+            raise ValueError(f"dtype {FP8} needs an FP8 kv_cache, got one of {cache_dtype}")
         if dtype == FP8 and k_scale is not None:
             raise ValueError(f"dtype must not be {FP8} when k_scale is given: pass the dtype to dequantise to")
 
-        self.results = (((total_tokens, kv_cache.shape[2]), dtype),)
+        self.num_pages, self.page_size, self.head_dim = kv_cache.shape
         self.device = device
         self.rows = total_tokens
+        self.results = (((total_tokens, self.head_dim), dtype),)
         self.kv_cache, self.block_tables, self.cum_seq_lens = kv_cache, block_tables, cum_seq_lens
         self.total_tokens, self.seq_starts, self.k_scale, self.dtype = total_tokens, seq_starts, k_scale, dtype
-        self.num_pages, self.page_size, self.head_dim = kv_cache.shape
         self.batch, self.max_pages = batch, max_pages
 
 
 class PackQuantize(Problem):
     """mla_kv_pack_quantize_fp8: k_nope [T, H, Dn] beside the broadcast k_pe [T, Dr], and v [T, H, Dv], both to FP8."""
 
-    __slots__ = ("k_nope", "k_pe", "v", "k_scale_inv", "v_scale_inv", "tokens", "heads", "dim_nope", "dim_rope", "dim_v")
+    __slots__ = (
+        "k_nope", "k_pe", "v", "k_scale_inv", "v_scale_inv", "tokens", "heads", "dim_nope", "dim_rope", "dim_v",
+    )  # fmt: skip
 
     def __init__(self, k_nope, k_pe, v, *, k_scale_inv=1.0, v_scale_inv=1.0):
-        device = k_nope.device
-        require_tensor("k_nope", k_nope, (3,), "[T, H, head_dim_nope]", FLOATS, device)
-        k_pe = _rope_rows(k_pe, device, (k_nope.dtype,))
-        require_tensor("v", v, (3,), "[T, H, head_dim_v]", (k_nope.dtype,), device)
-        tokens, heads, dim_nope = k_nope.shape
-        dim_rope, dim_v = k_pe.shape[1], v.shape[2]
-        require_dim("k_nope", k_nope, dim_nope)
-        require_dim("v", v, dim_v)
-        require_size("k_pe", k_pe, 0, tokens, "the tokens of k_nope")
-        require_size("v", v, 0, tokens, "the tokens of k_nope")
-        require_size("v", v, 1, heads, "the heads of k_nope")
-        for name, tensor in (("k_nope", k_nope), ("k_pe", k_pe), ("v", v)):
-            require_unit_stride(name, tensor)
+        device, dtype = k_nope.device, (k_nope.dtype,)
+        shape = require_tensor("k_nope", k_nope, (3,), "[T, H, head_dim_nope]", FLOATS, device)
+        k_pe = _rope_rows(k_pe, dtype, device)
+        rope_shape = k_pe.shape
+        v_shape = require_tensor("v", v, (3,), "[T, H, head_dim_v]", dtype, device)
+        tokens, heads, dim_nope = shape
+        dim_rope, dim_v = rope_shape[1], v_shape[2]
+        require_dim("k_nope", shape, dim_nope)
+        require_dim("v", v_shape, dim_v)
+        require_size("k_pe", rope_shape, 0, tokens, "the tokens of k_nope")
+        require_size("v", v_shape, 0, tokens, "the tokens of k_nope")
+        require_size("v", v_shape, 1, heads, "the heads of k_nope")
+        require_unit_stride("k_nope", k_nope)
+        require_unit_stride("k_pe", k_pe)
+        require_unit_stride("v", v)
         require_finite("k_scale_inv", k_scale_inv)
         require_finite("v_scale_inv", v_scale_inv)
 
+        self.device = device
+        self.rows = tokens * heads
         self.results = (
             ((tokens, heads, dim_nope + dim_rope), FP8),
             ((tokens, heads, dim_v), FP8),
         )
-        self.device = device
-        self.rows = tokens * heads
         self.k_nope, self.k_pe, self.v, self.k_scale_inv, self.v_scale_inv = k_nope, k_pe, v, k_scale_inv, v_scale_inv
         self.tokens, self.heads, self.dim_nope, self.dim_rope, self.dim_v = tokens, heads, dim_nope, dim_rope, dim_v
 
 
-def require_heads(name: str, tensor: Tensor, heads) -> None:
-    require(heads >= 1, lambda: f"{name} must have at least one head, got {list(tensor.shape)}")
-    require(heads <= MAX_HEADS, lambda: f"{name} must have at most {MAX_HEADS} heads, got {heads}")
+def require_heads(name: str, shape: torch.Size, heads) -> None:
+    if (some := heads >= 1) is not True:
+        require(some, "{} must have at least one head, got {}", name, shape)
+    if (few := heads <= MAX_HEADS) is not True:
+        require(few, "{} must have at most {} heads, got {}", name, MAX_HEADS, heads)
 
 
-def require_dim(name: str, tensor: Tensor, dim) -> None:
-    require(dim >= 1, lambda: f"{name} must have a last dimension of at least 1, got {list(tensor.shape)}")
+def require_dim(name: str, shape: torch.Size, dim) -> None:
+    if (some := dim >= 1) is not True:
+        require(some, "{} must have a last dimension of at least 1, got {}", name, shape)
 
 
 def require_bound(name: str, bound) -> None:
-    if bound is not None:
-        require(bound >= 0, lambda: f"{name} must not be negative, got {bound}")
+    require(bound >= 0, "{} must not be negative, got {}", name, bound)
 
 
-def require_k_scale(k_scale: Tensor | None, kv_cache: Tensor) -> None:
-    if k_scale is None:
-        return
-    require_tensor("k_scale", k_scale, tuple(range(kv_cache.ndim + 2)), "of one element", FLOAT32, kv_cache.device)
-    elements = k_scale.numel()
-    require(elements == 1, lambda: f"k_scale must have one element, got {list(k_scale.shape)}")
+def require_k_scale(k_scale: Tensor, kv_cache: Tensor) -> None:
+    shape = require_tensor("k_scale", k_scale, (0, 1, 2, 3, 4), "of one element", FLOAT32, kv_cache.device)
+    require(k_scale.numel() == 1, "k_scale must have one element, got {}", shape)
     if kv_cache.dtype != FP8:
         raise ValueError(f"k_scale is for an FP8 kv_cache only: leave it out for {kv_cache.dtype}")
 
 
 def _paged(kv_cache: Tensor, dtypes, device) -> Tensor:
     """`kv_cache` as [num_pages, page_size, D], checked."""
-    require_tensor(
-        "kv_cache", kv_cache, (3, 4), "[num_pages, page_size, D] or [num_pages, 1, page_size, D]", dtypes, device
-    )
-    if kv_cache.ndim == 4:
-        require_size("kv_cache", kv_cache, 1, 1, "MLA has one KV head")
-        kv_cache = kv_cache.squeeze(1)
-    page_size, head_dim = kv_cache.shape[1], kv_cache.shape[2]
-    require(page_size >= 1, lambda: f"kv_cache must have a page_size of at least 1, got {list(kv_cache.shape)}")
-    # The powers of two up to 128 are exactly the divisors of 128.
-    require(
-        page_size <= MAX_PAGE_SIZE,
-        lambda: f"kv_cache must have a page_size that is a power of two up to {MAX_PAGE_SIZE}, got {page_size}",
-    )
-    require(
-        MAX_PAGE_SIZE % page_size == 0,
-        lambda: f"kv_cache must have a page_size that is a power of two up to {MAX_PAGE_SIZE}, got {page_size}",
-    )
-    require_dim("kv_cache", kv_cache, head_dim)
+    layout = "[num_pages, page_size, D] or [num_pages, 1, page_size, D]"
+    shape = require_tensor("kv_cache", kv_cache, (3, 4), layout, dtypes, device)
+    if len(shape) == 4:
+        require_size("kv_cache", shape, 1, 1, "MLA has one KV head")
+        kv_cache = kv_cache.select(1, 0)
+    page_size = shape[-2]
+    if type(page_size) is not int or page_size not in PAGE_SIZES:
+        # The powers of two up to 128 are exactly the divisors of 128, which a symbolic size can be asked for.
+        not_a_power = "kv_cache must have a page_size that is a power of two up to {}, got {}"
+        require(page_size >= 1, not_a_power, MAX_PAGE_SIZE, page_size)
+        require(page_size <= MAX_PAGE_SIZE, not_a_power, MAX_PAGE_SIZE, page_size)
+        require(MAX_PAGE_SIZE % page_size == 0, not_a_power, MAX_PAGE_SIZE, page_size)
+    require_dim("kv_cache", shape, shape[-1])
     require_unit_stride("kv_cache", kv_cache)
     return kv_cache
 
 
-def _rope_rows(k_pe: Tensor, device, dtypes=FLOATS) -> Tensor:
+def _rope_rows(k_pe: Tensor, dtypes, device) -> Tensor:
     """`k_pe` as [T, rope] whether it came as [T, rope] or [T, 1, rope], checked."""
-    require_tensor("k_pe", k_pe, (2, 3), "[T, rope] or [T, 1, rope]", dtypes, device)
-    if k_pe.ndim == 3:
-        require_size("k_pe", k_pe, 1, 1, "the rope key has one head")
-        k_pe = k_pe.squeeze(1)
-    return k_pe
+    shape = require_tensor("k_pe", k_pe, (2, 3), "[T, rope] or [T, 1, rope]", dtypes, device)
+    if len(shape) == 2:
+        return k_pe
+    require_size("k_pe", shape, 1, 1, "the rope key has one head")
+    return k_pe.select(1, 0)
 
 
-def _result_dtype(query: Tensor) -> torch.dtype:
-    return torch.bfloat16 if query.dtype == FP8 else query.dtype
+def _result_dtype(query: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if query == FP8 else query
 
 
 def _state(tokens, heads, dim, dtype):

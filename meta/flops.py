@@ -3,14 +3,20 @@
 Lengths live on the device, so the formulas count with what the host knows. Decode: every query row sees the whole
 capacity of its block table (`max_seq_len` where given). Prefill: the B sequences have equal lengths, Tq / B and
 Tkv / B. A multiply-add is two operations; the softmax is not counted, as in torch's own attention formulas.
+
+`torch.utils.flop_counter` imports triton, and importing `ts_ops` must not. So the formulas are registered when that
+module is imported, by whoever needs it.
 """
 
+import importlib.util
+import sys
+from importlib.abc import MetaPathFinder
+
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from .schema import NAMESPACE
 
-_OPS = getattr(torch.ops, NAMESPACE)
+COUNTER = "torch.utils.flop_counter"
 
 
 def decode_flops(
@@ -40,5 +46,31 @@ def prefill_flops(
 
 
 def register_flops() -> None:
-    register_flop_formula([_OPS.mla_decode, _OPS.mla_decode_lse])(decode_flops)
-    register_flop_formula([_OPS.mla_prefill, _OPS.mla_prefill_lse])(prefill_flops)
+    if COUNTER in sys.modules:
+        _register(sys.modules[COUNTER])
+    else:
+        sys.meta_path.insert(0, _OnImport())
+
+
+def _register(counter) -> None:
+    ops = getattr(torch.ops, NAMESPACE)
+    counter.register_flop_formula([ops.mla_decode, ops.mla_decode_lse])(decode_flops)
+    counter.register_flop_formula([ops.mla_prefill, ops.mla_prefill_lse])(prefill_flops)
+
+
+class _OnImport(MetaPathFinder):
+    """Finds nothing itself: when the counter is first imported, lets the other finders load it, then registers."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def load_and_register(module) -> None:
+            load(module)
+            _register(module)
+
+        spec.loader.exec_module = load_and_register
+        return spec

@@ -43,7 +43,7 @@ def allocate_kv_cache(
     # A tensor made in inference mode could not be written outside it.
     with torch.inference_mode(False):
         kv_cache = torch.zeros(num_pages, page_size, head_dim, dtype=dtype, device=device)
-    # With its default guard a static address makes Dynamo compile one graph a cache.
+    # Guarded, a static address makes Dynamo compile one graph a cache.
     torch._dynamo.mark_static_address(kv_cache, guard=False)
     return kv_cache
 

@@ -24,12 +24,17 @@ PREFERENCE = {"cuda": ("triton",), "cpu": ("reference",)}
 DISPATCH_KEYS = ("CPU", "CUDA")
 
 log = logging.getLogger("ts_ops")
-_forced = threading.local()
 _environment = os.environ.get("TS_OPS_BACKEND")
 _announced: set[tuple] = set()
 
 
-@torch._dynamo.forbid_in_graph
+class _Forced(threading.local):
+    name: str | None = None
+
+
+_forced = _Forced()
+
+
 def use_backend(name: str):
     """Force one backend for the operators that the current thread runs inside the `with` block.
 
@@ -46,9 +51,13 @@ def use_backend(name: str):
     return _use(name)
 
 
+# What `torch._dynamo.forbid_in_graph` sets. Calling that would import torch._dynamo, which takes seconds.
+use_backend._dynamo_forbidden = True
+
+
 @contextmanager
 def _use(name: str) -> Iterator[None]:
-    before = getattr(_forced, "name", None)
+    before = _forced.name
     _forced.name = name
     try:
         yield
@@ -65,18 +74,26 @@ def serve(operator: str, problem, outputs: tuple[torch.Tensor, ...]) -> None:
     """Fill `outputs` with the first backend that can; nothing to do where there are no rows."""
     if problem.rows == 0:
         return
-    forced = getattr(_forced, "name", None) or _environment
-    for name in (forced,) if forced else PREFERENCE[problem.device.type]:
-        if _objection(name, operator, problem) is None:
+    forced = _forced.name or _environment
+    for name, backend in _candidates(problem.device, forced):
+        if backend.why_not(operator, problem) is None:
             if (name, operator, problem.device) not in _announced:
                 _announce(name, operator, problem, forced)
-            getattr(_backend(name), operator)(problem, *outputs)
+            getattr(backend, operator)(problem, *outputs)
             return
     raise RuntimeError(_refusal(operator, problem, forced))
 
 
+@cache
+def _candidates(device: torch.device, forced: str | None) -> tuple[tuple[str, ModuleType], ...]:
+    """The backends to ask on this device, in order: those that can run on it at all."""
+    names = (forced,) if forced else PREFERENCE[device.type]
+    return tuple((name, _backend(name)) for name in names if _backend(name).unavailable(device) is None)
+
+
 def _objection(name: str, operator: str, problem) -> str | None:
-    return _unavailable(name, problem.device) or _backend(name).why_not(operator, problem)
+    backend = _backend(name)
+    return backend.unavailable(problem.device) or backend.why_not(operator, problem)
 
 
 @cache
@@ -85,25 +102,22 @@ def _backend(name: str) -> ModuleType:
     return importlib.import_module(f"ts_ops.backends.{name}")
 
 
-@cache
-def _unavailable(name: str, device: torch.device) -> str | None:
-    return _backend(name).unavailable(device)
-
-
 def _announce(name: str, operator: str, problem, forced: str | None) -> None:
     _announced.add((name, operator, problem.device))
-    passed_over = PREFERENCE[problem.device.type][: PREFERENCE[problem.device.type].index(name)] if not forced else ()
+    order = PREFERENCE[problem.device.type]
+    passed_over = () if forced else order[: order.index(name)]
     why = "; ".join(f"not {other}: {_objection(other, operator, problem)}" for other in passed_over)
     log.info("%s.%s on %s is served by %s (%s)", NAMESPACE, operator, problem.device, name,
              "it was forced" if forced else why or "first choice")  # fmt: skip
 
 
 def _refusal(operator: str, problem, forced: str | None) -> str:
-    reasons = why_not(operator, problem)
     if forced:
-        return f"{NAMESPACE}::{operator}: the forced backend cannot serve this call. {forced}: {reasons[forced]}"
+        reason = _objection(forced, operator, problem)
+        return f"{NAMESPACE}::{operator}: the forced backend cannot serve this call. {forced}: {reason}"
     listed = " ".join(
-        f"{name}: {reason or 'serves only when forced with ts_ops.use_backend'}" for name, reason in reasons.items()
+        f"{name}: {reason or 'serves only when forced with ts_ops.use_backend'}."
+        for name, reason in why_not(operator, problem).items()
     )
     return f"{NAMESPACE}::{operator}: no backend can serve this call. {listed}"
 
