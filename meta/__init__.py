@@ -3,7 +3,6 @@
 Importing this package defines `torch.ops.tokenspeed.*`; `ts_ops.dispatch` adds the implementations.
 """
 
-from .autograd import register_guards
 from .fake import register_fakes
 from .flops import register_flops
 from .schema import LIBRARY, NAMESPACE, OPERATORS, define_operators
@@ -12,5 +11,4 @@ __all__ = ["LIBRARY", "NAMESPACE", "OPERATORS"]
 
 define_operators()
 register_fakes()
-register_guards()
 register_flops()

@@ -10,6 +10,7 @@ from functools import partial
 from torch import Tensor
 
 from . import contract
+from .autograd import mark_written, refuse_gradients
 from .schema import Operator
 
 Serve = Callable[[contract.Problem, tuple[Tensor, ...]], None]
@@ -29,12 +30,15 @@ PROBLEMS = {
 
 def functional(operator: Operator, serve: Serve) -> Callable:
     """Arguments -> checked problem -> fresh outputs, filled by `serve`."""
-    problem_of = PROBLEMS[operator.name]
+    name, problem_of = operator.name, PROBLEMS[operator.name]
 
     def call(*args, **kwargs):
+        refuse_gradients(name, args, kwargs)
         problem = problem_of(*args, **kwargs)
         outputs = problem.allocate()
         serve(problem, outputs)
+        if problem.written:
+            mark_written(problem.written)
         return outputs[0] if len(outputs) == 1 else outputs or None
 
     return call
@@ -42,12 +46,14 @@ def functional(operator: Operator, serve: Serve) -> Callable:
 
 def out_variant(operator: Operator, serve: Serve) -> Callable:
     """The `.out` overload: the caller's buffers in place of fresh ones, no result."""
-    problem_of = PROBLEMS[operator.name]
+    name, problem_of = operator.name, PROBLEMS[operator.name]
 
     def call(*args, **kwargs):
+        refuse_gradients(name, args, kwargs)
         buffers = tuple(kwargs.pop(name) for name in operator.outs)
         problem = problem_of(*args, **kwargs)
         problem.check_buffers(operator.outs, buffers)
         serve(problem, buffers)
+        mark_written(buffers)
 
     return call

@@ -35,9 +35,13 @@ PAGE_SIZES = frozenset({1, 2, 4, 8, 16, 32, 64, MAX_PAGE_SIZE})
 
 
 class Problem:
-    """A checked call. `results` lists (shape, dtype); all outputs are contiguous and on `device`."""
+    """A checked call. `results` lists (shape, dtype); all outputs are contiguous and on `device`.
+
+    `rows` is 0 where there is nothing to compute, and `written` names the inputs that the call writes.
+    """
 
     __slots__ = ("device", "results", "rows")
+    written: tuple[Tensor, ...] = ()
 
     def allocate(self) -> tuple[Tensor, ...]:
         device = self.device
@@ -280,7 +284,9 @@ class MergeN(Problem):
 class CacheWrite(Problem):
     """mla_kv_cache_write: the first T rows of `kv_c` and `k_pe` go to the slots of `slot_mapping` [T]."""
 
-    __slots__ = ("kv_cache", "kv_c", "k_pe", "slot_mapping", "k_scale", "page_size", "kv_lora_rank", "rope_dim")
+    __slots__ = (
+        "kv_cache", "kv_c", "k_pe", "slot_mapping", "k_scale", "page_size", "kv_lora_rank", "rope_dim", "written",
+    )  # fmt: skip
 
     def __init__(self, kv_cache, kv_c, k_pe, slot_mapping, *, k_scale=None):
         device = kv_cache.device
@@ -316,6 +322,7 @@ class CacheWrite(Problem):
         self.device = device
         self.rows = tokens
         self.results = ()
+        self.written = (kv_cache,)
         self.kv_cache, self.kv_c, self.k_pe, self.slot_mapping = kv_cache, kv_c, k_pe, slot_mapping
         self.k_scale = k_scale
         self.page_size, self.kv_lora_rank, self.rope_dim = page_size, kv_lora_rank, rope_dim

@@ -3,11 +3,12 @@
     python examples/benchmarks/overhead.py [--device cuda]
 
 - dispatcher: PyTorch's dispatcher and its conversion of the arguments to Python
-- guard: the inference-only check (under no_grad; nothing under inference_mode)
+- autograd: the step through the Autograd key and the inference-only check (no_grad against inference_mode)
 - contract: reading and checking the arguments
 - allocation: the outputs
 - choosing: which backend serves
 - total: all of it, as `ts_ops.<operator>` under no_grad, with a backend that does nothing
+- overhead: total less the allocation, which a direct call of the backend would need too
 
 Every figure is the thread's CPU time in the best of many short rounds, so that other work on the machine disturbs it
 little.
@@ -70,7 +71,7 @@ def main() -> None:
     device = parser.parse_args().device
     serving_nothing(device)
 
-    columns = ("dispatcher", "guard", "contract", "allocation", "choosing", "total")
+    columns = ("dispatcher", "autograd", "contract", "allocation", "choosing", "total", "overhead")
     print(f"{'':26}" + "".join(f"{column:>12}" for column in columns))
     calls = example_calls(device)
     for operator in meta.OPERATORS:
@@ -89,7 +90,10 @@ def main() -> None:
         contract = microseconds(lambda: PROBLEMS[operator.name](*arguments))
         allocation = microseconds(problem.allocate)
         choosing = microseconds(lambda: run(problem, outputs))
-        figures = (in_inference_mode - kernel, in_no_grad - in_inference_mode, contract, allocation, choosing, total)
+        figures = (
+            in_inference_mode - kernel, in_no_grad - in_inference_mode, contract, allocation, choosing, total,
+            total - allocation,
+        )  # fmt: skip
         print(f"{operator.name:26}" + "".join(f"{figure:12.1f}" for figure in figures))
 
 
