@@ -15,10 +15,10 @@ from ts_ops.meta import contract  # noqa: E402
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 
-# (test id, capability) -> (bytes, reason)
+# (case, capability) -> (bytes a thread, reason)
 SPILLS = {
-    ("decode-H16-fp8", 90): (32, "the FP8 tile passes through registers on its way to the fp16 value product"),
-    ("decode-H128-bf16-over-fp8", 90): (384, "the FP8 tile's bf16 copy passes through registers for both products"),
+    ("decode-H128-bf16-over-fp8", 90): (384, "the bf16 copy of the FP8 tile passes through registers for both products"),
+    ("decode-H128-bf16", 80): (64, "beside the 64 x 512 fp32 accumulator, Ampere's mma takes all operands from registers"),
 }
 
 
@@ -55,7 +55,8 @@ def merge(dtype=BF16, dim=128):
 
 
 def merge_n(dtype=BF16, dim=128):
-    return "merge_attn_states_n", contract.MergeN(empty(4, 8192, 128, dim, dtype=dtype), empty(4, 8192, 128, dtype=FP32))
+    states = empty(4, 8192, 128, dim, dtype=dtype), empty(4, 8192, 128, dtype=FP32)
+    return "merge_attn_states_n", contract.MergeN(*states)
 
 
 def write(cache=BF16, source=BF16):
@@ -76,7 +77,8 @@ def gather(cache=BF16, dtype=None):
 
 
 def pack(dtype=BF16):
-    problem = contract.PackQuantize(empty(4096, 128, 128, dtype=dtype), empty(4096, 64, dtype=dtype), empty(4096, 128, 128, dtype=dtype))
+    heads = empty(4096, 128, 128, dtype=dtype)
+    problem = contract.PackQuantize(heads, empty(4096, 64, dtype=dtype), heads)
     return "mla_kv_pack_quantize_fp8", problem
 
 
@@ -120,6 +122,7 @@ def test_compiles_without_spills(case, capability):
     kernels = compiled_by(capability, lambda: launcher(problem, *problem.allocate()))
     assert kernels, "nothing was launched"
     allowed, _ = SPILLS.get((case, capability), (0, ""))
+    assert bool(allowed) == any(kernel.stack for kernel in kernels), "SPILLS is out of date"
     for kernel in kernels:
         assert kernel.stack <= allowed, f"{kernel.name} spills {kernel.stack} bytes a thread"
         assert kernel.shared <= MAX_SHARED[capability], f"{kernel.name} needs {kernel.shared} bytes of shared memory"

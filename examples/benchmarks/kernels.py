@@ -4,7 +4,8 @@
 
 Every result is checked against float64 before it is timed. Each call is captured in a CUDA graph, so that times are the
 GPU's and not the host's, and its replays are timed by `triton.testing.do_bench` (the L2 cache is flushed between runs) in
-interleaved rounds; a ratio compares two medians of this one run. Peers that are not
+interleaved rounds, each long enough for the clocks to settle at what the kernel's power allows; a ratio compares two
+medians of this one run. Peers that are not
 installed are named at the top. Columns of the decode table: microseconds, and the share that the memory or the
 arithmetic floor has in our time, by the ceilings measured in the same run.
 """
@@ -51,7 +52,7 @@ MERGE = [8192, 32768]
 
 
 def medians(calls: dict[str, Callable]) -> dict[str, float]:
-    """Median microseconds of a replay of each call, the calls taking turns."""
+    """Median microseconds of a replay of each call; the calls take turns, and turns at being first."""
     graphs = {}
     for name, call in calls.items():
         call()
@@ -60,9 +61,11 @@ def medians(calls: dict[str, Callable]) -> dict[str, float]:
         with torch.cuda.graph(graphs[name]):
             call()
     times = {name: [] for name in calls}
+    order = list(graphs)
     for _ in range(ROUNDS):
-        for name, graph in graphs.items():
-            times[name].append(do_bench(graph.replay, warmup=5, rep=30, return_mode="median") * 1e3)
+        order.append(order.pop(0))
+        for name in order:
+            times[name].append(do_bench(graphs[name].replay, warmup=100, rep=150, return_mode="median") * 1e3)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -150,7 +153,7 @@ def bench_decode(bandwidth: float, rate: float, rows: list[dict]) -> None:
         times = medians(calls)
         size = case.batch * case.length * 576 * inputs[1].element_size()
         flops = 2 * case.batch * case.q_len * case.heads * case.length * 1088
-        floor = max(size / (bandwidth * 1.0), flops / rate) * 1e6
+        floor = max(size / bandwidth, flops / rate) * 1e6
         label = f"{str(case.dtype)[6:14]} B{case.batch} S{case.length} H{case.heads} q{case.q_len}"
         line = f"{label:28}{times['ours']:9.1f}{floor / times['ours']:7.0%}{errors['ours']:9.1e}"
         for peer in DECODE_PEERS:
@@ -159,7 +162,7 @@ def bench_decode(bandwidth: float, rate: float, rows: list[dict]) -> None:
         rows.append({"operator": "mla_decode", "case": label, **times})
 
 
-def bench_prefill(rows: list[dict]) -> None:
+def bench_prefill(bandwidth: float, rate: float, rows: list[dict]) -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     print(f"\n{'prefill bf16 H128 192/128':28}{'ours µs':>9}{'TFLOP/s':>9}{'error':>9}{'cuDNN':>22}")
@@ -195,7 +198,7 @@ def bench_prefill(rows: list[dict]) -> None:
         rows.append({"operator": "mla_prefill", "case": label, **times})
 
 
-def bench_merge(bandwidth: float, rows: list[dict]) -> None:
+def bench_merge(bandwidth: float, rate: float, rows: list[dict]) -> None:
     print(f"\n{'merge bf16 H128 D128':28}{'ours µs':>9}{'TB/s':>7}{'of copy':>9}")
     for tokens in MERGE:
         prefix, suffix = (torch.randn(tokens, 128, 128, device="cuda", dtype=torch.bfloat16) for _ in "ps")
@@ -211,11 +214,16 @@ def bench_merge(bandwidth: float, rows: list[dict]) -> None:
         rows.append({"operator": "merge_attn_states", "case": label, "ours": time})
 
 
+BENCHES = {"decode": bench_decode, "prefill": bench_prefill, "merge": bench_merge}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", choices=["decode", "prefill", "merge"], default=["decode", "prefill", "merge"])
+    parser.add_argument("what", nargs="*", metavar="decode|prefill|merge", help="default: all three")
     parser.add_argument("--csv", help="also write the medians, in microseconds, to this file")
     options = parser.parse_args()
+    if unknown := set(options.what).difference(BENCHES):
+        parser.error(f"unknown benchmark {sorted(unknown)[0]!r}; choose from {', '.join(BENCHES)}")
     if not torch.cuda.is_available():
         sys.exit("these benchmarks need an NVIDIA GPU")
     torch.manual_seed(0)
@@ -225,12 +233,8 @@ def main() -> None:
         if not importlib.util.find_spec(peer):
             print(f"peer not installed: {peer}")
     rows: list[dict] = []
-    if "decode" in options.what:
-        bench_decode(bandwidth, rate, rows)
-    if "prefill" in options.what:
-        bench_prefill(rows)
-    if "merge" in options.what:
-        bench_merge(bandwidth, rows)
+    for name in options.what or BENCHES:
+        BENCHES[name](bandwidth, rate, rows)
     if options.csv:
         with open(options.csv, "w", newline="") as file:
             writer = csv.DictWriter(file, ["operator", "case", "ours", *DECODE_PEERS, "cudnn"])
