@@ -79,7 +79,7 @@ def generate(model: DeepSeek, prompts: list[list[int]], settings: Settings) -> G
 
 
 def prefill(model: DeepSeek, prompts: list[list[int]], cache: PagedCache, *, every_token: bool = False) -> Tensor:
-    """Fill an empty cache with the prompts -> logits after each one's last token, [B, vocab], or after all, [T, vocab]."""
+    """Fill an empty cache with the prompts -> logits after the last token of each, [B, vocab], or all, [T, vocab]."""
     device = cache.block_tables.device
     lengths = [len(prompt) for prompt in prompts]
     tokens = torch.tensor([token for prompt in prompts for token in prompt], device=device)

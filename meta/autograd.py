@@ -1,9 +1,9 @@
 """What autograd must know: a call that would need a gradient raises, and what a call writes counts as written.
 
 Unguarded, torch would let such a call pass and yield `grad=None` in a compiled backward. Fakes and implementations both
-begin with `refuse_gradients`, so that a call is refused when it is traced and when it runs. A kernel for the Autograd key
-could do the same, but it would convert all arguments to Python and back once more: 6 to 9 microseconds a call under
-`no_grad`, against 0.1.
+begin with `refuse_gradients`, so that a call is refused when it is traced and when it runs. A kernel for the Autograd
+key could do the same, but it would convert all arguments to Python and back once more: 6 to 9 microseconds a call
+under `no_grad`, against 0.1.
 """
 
 import torch

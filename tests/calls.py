@@ -6,7 +6,6 @@ Tensors are made by torch's factory functions without a device, so `with torch.d
 
 import torch
 from torch import Tensor
-
 from ts_ops.meta import OPERATORS
 from ts_ops.meta.call import PROBLEMS
 

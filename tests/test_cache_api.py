@@ -6,11 +6,11 @@ A cache is zero-filled, static without a guard (several caches, one graph) and w
 
 import pytest
 import torch
-from calls import BF16, FP8
-from torch._dynamo.testing import CompileCounter
-
 import ts_ops
+from torch._dynamo.testing import CompileCounter
 from ts_ops.workspace import BYTES_PER_SM, max_splits
+
+from calls import BF16, FP8
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32, FP8])

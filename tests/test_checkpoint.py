@@ -7,11 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tiny_models import CASES, YARN, Folders  # first, for it puts examples/ on the path
-
 from checkpoint import load_model
 from deepseek_config import CheckpointError, read_config
 from paged_cache import FP8
+from tiny_models import CASES, YARN, Folders  # first, for it puts examples/ on the path
 
 
 @pytest.fixture(scope="module")

@@ -7,16 +7,16 @@ to 8. One compiled block serves every layer, whatever its cache and k_scale.
 
 import io
 
-import calls
 import pytest
 import torch
-from calls import BF16, DIM, FP8, HEADS, NAMES, PAGE_SIZE, RANK, WITH_OUT
+import ts_ops
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch._dynamo.utils import ReinplaceCounters
-
-import ts_ops
 from ts_ops import dispatch
+
+import calls
+from calls import BF16, DIM, FP8, HEADS, NAMES, PAGE_SIZE, RANK, WITH_OUT
 
 HIDDEN = 32
 
@@ -350,7 +350,8 @@ def tagged():
     """Functional operators and their `.out` overloads tagged `torch.Tag.out`, in a namespace of the tests."""
     library = torch.library.Library("ts_ops_test", "DEF")
     for name, outs in (("one", "a"), ("two", "ab")):
-        results = ", ".join("Tensor" for _ in outs)
+        count = len(outs)
+        results = ", ".join(["Tensor"] * count)
         buffers = ", ".join(f"Tensor({letter}!) {letter}" for letter in outs)
         aliases = ", ".join(f"Tensor({letter}!)" for letter in outs)
         library.define(f"{name}(Tensor x, *, float scale=1.0, Tensor? bias=None) -> ({results})")
@@ -359,7 +360,7 @@ def tagged():
             tags=[torch.Tag.out],
         )
 
-        def functional(x, *, scale=1.0, bias=None, count=len(outs)):
+        def functional(x, *, scale=1.0, bias=None, count=count):
             results = tuple(x * scale + index for index in range(count))
             return results if count > 1 else results[0]
 

@@ -11,13 +11,13 @@ import subprocess
 import sys
 import threading
 
-import calls
 import pytest
 import torch
-
 import ts_ops
 from ts_ops import dispatch
 from ts_ops.meta.call import PROBLEMS
+
+import calls
 
 
 class Backend:

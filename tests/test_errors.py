@@ -8,15 +8,15 @@ overload and floating-point argument. The calls at the edge of what is allowed, 
 
 from dataclasses import dataclass
 
-import calls
 import pytest
 import torch
-from calls import BF16, BY_NAME, DIM, FP8, HEADS, NAMES, PAGES, Q_LEN, RANK, TOKENS, B, floats, int32
 from torch import Tensor
 from torch._dynamo.exc import TorchRuntimeError
 from torch._subclasses.fake_tensor import FakeTensorMode
-
 from ts_ops import dispatch
+
+import calls
+from calls import BF16, BY_NAME, DIM, FP8, HEADS, NAMES, PAGES, Q_LEN, RANK, TOKENS, B, floats
 
 DECODES = ("mla_decode", "mla_decode_lse")
 PREFILLS = ("mla_prefill", "mla_prefill_lse")

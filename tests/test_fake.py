@@ -5,14 +5,14 @@ inputs of any layout. What an operator writes in place has its version bumped, s
 saved before raises instead of using the new values. A write survives compilation although nothing reads its result.
 """
 
-import calls
 import pytest
 import torch
-from calls import BF16, DIM, FP8, NAMES, RANK, WITH_OUT, floats
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-
 from ts_ops import dispatch
+
+import calls
+from calls import BF16, DIM, FP8, NAMES, RANK, WITH_OUT, floats
 
 LAYOUTS = {"contiguous": lambda t: t, "padded": calls.padded, "permuted": calls.permuted, "broadcast": calls.broadcast}
 

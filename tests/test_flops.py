@@ -1,9 +1,10 @@
 """Promise: FlopCounterMode counts the attention operators, with numbers that one can check by hand."""
 
-import calls
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+
+import calls
 
 
 def flops(operator: str, overload: str = "default", **changes) -> int:

@@ -1,7 +1,7 @@
 """Every Triton kernel compiles for GPUs that are not here, without spilling registers, within shared memory.
 
-The launchers themselves choose what is compiled (`cross_compile.py`): sm_90, and sm_80 for what is not FP8. A kernel that
-spills stands in SPILLS with its bytes a thread and the reason, and may spill no more than that.
+The launchers themselves choose what is compiled (`cross_compile.py`): sm_90, and sm_80 for what is not FP8. A kernel
+that spills stands in SPILLS with its bytes a thread and the reason, and may spill no more than that.
 """
 
 import pytest
@@ -9,16 +9,17 @@ import torch
 
 pytest.importorskip("triton")
 
-from cross_compile import MAX_SHARED, compiled_by  # noqa: E402
 from ts_ops.backends import triton as triton_backend  # noqa: E402
 from ts_ops.meta import contract  # noqa: E402
+
+from cross_compile import MAX_SHARED, compiled_by  # noqa: E402
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 
 # (case, capability) -> (bytes a thread, reason)
 SPILLS = {
-    ("decode-H128-bf16-over-fp8", 90): (384, "the bf16 copy of the FP8 tile passes through registers for both products"),
-    ("decode-H128-bf16", 80): (64, "beside the 64 x 512 fp32 accumulator, Ampere's mma takes all operands from registers"),
+    ("decode-H128-bf16-over-fp8", 90): (384, "the FP8 tile's bf16 copy passes through registers for both products"),
+    ("decode-H128-bf16", 80): (64, "Ampere's mma takes operands from registers, beside 64 x 512 sums"),
 }
 
 
@@ -112,7 +113,9 @@ CASES = {
     "pack-fp8": lambda: pack(),
 }
 # sm_90 for all; sm_80, where it is not FP8, for one of each kernel and the largest tiles.
-SM_80 = ("decode-H16-bf16", "decode-H128-bf16", "prefill-bf16", "merge-bf16", "merge_n-bf16", "write-bf16", "gather-bf16")
+SM_80 = (
+    "decode-H16-bf16", "decode-H128-bf16", "prefill-bf16", "merge-bf16", "merge_n-bf16", "write-bf16", "gather-bf16",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("case, capability", [(c, 90) for c in CASES] + [(c, 80) for c in SM_80])

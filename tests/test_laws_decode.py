@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+import ts_ops
 
 import oracle
-import ts_ops
 
 FP8 = torch.float8_e4m3fn
 # Largest row error ||o - ref|| / ||ref||. fp32: sums of 576 products. fp16 and bf16: one rounding of the result
@@ -68,6 +68,8 @@ def build(case: Case, device: str, seed: int = 0):
         wide = torch.full((total, case.page_size + 2, dim + 16), math.nan).to(cache_dtype).to(device)
         wide[:, : case.page_size, :dim] = cache
         cache = wide[:, : case.page_size, :dim]
+    elif case.cache_layout == "token-major":
+        cache = cache.transpose(0, 1).contiguous().transpose(0, 1)
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
     return query, cache, table.to(device), lengths, 1.3 / math.sqrt(dim)
 
@@ -87,7 +89,7 @@ def check(case: Case, target, **tensors):
     assert oracle.row_error(out, expected) <= TOLERANCE[case.query]
     oracle.assert_lse_close(lse, expected_lse, LSE_TOLERANCE[case.query])
     again = ts_ops.mla_decode(*arguments, **options, **tensors)
-    assert torch.equal(again.view(torch.uint8), out.view(torch.uint8)), "not deterministic, or the LSE changed the result"
+    assert torch.equal(again.view(torch.uint8), out.view(torch.uint8)), "a second call, without LSE, gave other bits"
     return out, lse
 
 
@@ -108,7 +110,7 @@ DIMS = [
     Case((9, 80), rank=40, rope=0),
     Case((9, 80), rank=100, rope=20, query=torch.float32),
 ]
-LAYOUTS = [Case((0, 40, 100), cache_layout=layout) for layout in ("4d", "strided")]
+LAYOUTS = [Case((0, 40, 100), cache_layout=layout) for layout in ("4d", "strided", "token-major")]
 
 
 @pytest.mark.parametrize("case", DTYPES + HEADS + PAGES + DIMS + LAYOUTS, ids=lambda c: c.id)
@@ -262,3 +264,21 @@ def test_prefill_and_decode_agree_on_the_lse(target):
     cum_q, cum_kv = (torch.tensor([0, n], dtype=torch.int32, device=target.device) for n in (4, 50))
     _, prefill_lse = ts_ops.mla_prefill_lse(query[0], keys, keys[..., : case.rank], cum_q, cum_kv, scale)
     torch.testing.assert_close(decode_lse[0], prefill_lse, rtol=0, atol=LSE_TOLERANCE[torch.float32])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["page-major", "token-major"])
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_cache_past_2_31_elements(layout, page_size):
+    """Pages at the end of a cache of more than 2^31 elements, whose page or token strides overflow 32 bits."""
+    pages = 2**31 // (576 * page_size) + 1000
+    cache = torch.zeros(pages * page_size * 576, dtype=FP8, device="cuda")
+    shape = (pages, page_size, 576)
+    cache = cache.view(shape) if layout == "page-major" else cache.view(page_size, pages, 576).transpose(0, 1)
+    used = [[pages - 1, 0, pages - 2], [pages - 3, pages // 2, pages - 4]]
+    used = torch.tensor(used, dtype=torch.int32, device="cuda")
+    cache[used.flatten().long()] = torch.randn(6, page_size, 576, device="cuda").to(FP8)
+    lengths = torch.tensor([3 * page_size - 1, 2 * page_size + 5], dtype=torch.int32, device="cuda")
+    query = torch.randn(2, 1, 4, 576, dtype=torch.float16, device="cuda")
+    expected, _ = oracle.decode(query, cache, used, lengths, 0.04)
+    assert oracle.row_error(ts_ops.mla_decode(query, cache, used, lengths, 0.04), expected) <= TOLERANCE[torch.float16]

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import ts_ops
 
 import oracle
-import ts_ops
 
 FP8 = torch.float8_e4m3fn
 # Largest row error ||o - ref|| / ||ref||. fp32: sums of up to 256 products and of a few hundred keys. fp16 and bf16:
@@ -219,6 +219,16 @@ def test_deterministic(dtype, target):
     assert same_bits(out, again) and same_bits(lse, lse_again)
     assert same_bits(out, ts_ops.mla_prefill(*arguments, **options))
     assert same_bits(out, ts_ops.mla_prefill(*arguments, **options, max_seq_len_q=70, max_seq_len_kv=75))
+
+
+def test_strided_cumulative_lengths(target):
+    """Columns of a wider tensor, whose neighbours hold other numbers."""
+    arguments, options = build(Case((3, 0, 9), (5, 2, 9)), target.device)
+    expected, _ = oracle.prefill(*arguments, **options)
+    wide = [torch.stack((cum, cum * 3 + 1), dim=1)[:, 0] for cum in arguments[3:5]]
+    assert all(not cum.is_contiguous() for cum in wide)
+    out = ts_ops.mla_prefill(*arguments[:3], *wide, arguments[5], **options)
+    assert oracle.row_error(out, expected) <= TOLERANCE[arguments[0].dtype]
 
 
 def test_sequences_are_apart(target):

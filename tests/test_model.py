@@ -8,12 +8,11 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import ReinplaceCounters, counters
 
-from tiny_models import CASES, PLAIN, YARN, Case, Folders, build  # first, for it puts examples/ on the path
-
 import generation
 from checkpoint import load_model
 from generation import Settings, generate
 from paged_cache import FP8, PagedCache
+from tiny_models import CASES, YARN, Case, Folders, build  # first, for it puts examples/ on the path
 
 LENGTHS = (7, 19, 1)
 BLOCKS = Case("three-alike", 3, settings={"rope_parameters": YARN, "first_k_dense_replace": 0})

@@ -6,9 +6,10 @@ the kernel, and AOTAutograd traces it with dynamic shapes. Sizes are odd and abo
 three, and `test_fake.py::test_only_what_is_declared_is_written` compares bytes in its place.
 """
 
-import calls
 import pytest
 import torch
+
+import calls
 from calls import BF16, FP8, NAMES, OVERLOADS
 
 THREE = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")

@@ -13,7 +13,6 @@ import sys
 
 import pytest
 import torch
-
 import ts_ops
 from ts_ops.meta import NAMESPACE, OPERATORS
 from ts_ops.meta.call import PROBLEMS

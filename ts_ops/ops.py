@@ -1,8 +1,8 @@
 """The public functions: `torch.ops.tokenspeed.*` with types and docstrings.
 
 Each signature below stands for a call of the operator of that name, and traces to that one operator under
-`torch.compile`. `_operator` passes on exactly the arguments that were given: the defaults are the schema's (a test keeps
-the two equal), and each keyword that is passed costs half a microsecond. What holds for all of them:
+`torch.compile`. `_operator` passes on exactly the arguments that were given: the defaults are the schema's (a test
+keeps the two equal), and each keyword that is passed costs half a microsecond. What holds for all of them:
 
 - Inference only: an input that requires grad, while grad mode is on, raises RuntimeError.
 - A bad argument raises ValueError, or TypeError for a dtype, before anything is launched, and names the argument; the

@@ -2,10 +2,10 @@
 
     python examples/benchmarks/kernels.py [decode] [prefill] [merge] [--csv FILE]
 
-Every result is checked against float64 before it is timed. Each call is captured in a CUDA graph, so that times are the
-GPU's and not the host's, and its replays are timed by `triton.testing.do_bench` (the L2 cache is flushed between runs) in
-interleaved rounds, each long enough for the clocks to settle at what the kernel's power allows; a ratio compares two
-medians of this one run. Peers that are not
+Every result is checked against float64 before it is timed. Each call is captured in a CUDA graph, so that times are
+the GPU's and not the host's, and its replays are timed by `triton.testing.do_bench` (the L2 cache is flushed between
+runs) in interleaved rounds, each long enough for the clocks to settle at what the kernel's power allows; a ratio
+compares two medians of this one run. Peers that are not
 installed are named at the top. Columns of the decode table: microseconds, and the share that the memory or the
 arithmetic floor has in our time, by the ceilings measured in the same run.
 """
@@ -19,9 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from triton.testing import do_bench
-
+import triton
 import ts_ops
+from triton.testing import do_bench
 
 FP8 = torch.float8_e4m3fn
 SCALE = 192**-0.5
@@ -138,7 +138,7 @@ def bench_decode(bandwidth: float, rate: float, rows: list[dict]) -> None:
     for case in DECODE:
         inputs = decode_inputs(case)
         expected = decode_expected(*inputs)
-        calls = {"ours": lambda: ts_ops.mla_decode(*inputs, SCALE)}  # noqa: B023
+        calls = {"ours": lambda: ts_ops.mla_decode(*inputs, SCALE)}
         if case.dtype != FP8:  # neither peer has a dense FP8 x FP8 decode for Hopper
             for name, make in DECODE_PEERS.items():
                 if importlib.util.find_spec(name):
@@ -175,10 +175,10 @@ def bench_prefill(bandwidth: float, rate: float, rows: list[dict]) -> None:
 
         def cudnn():
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-                return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=SCALE)  # noqa: B023
+                return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=SCALE)
 
         calls = {
-            "ours": lambda: ts_ops.mla_prefill(query, key, value, cum, cum, SCALE, is_causal=causal),  # noqa: B023
+            "ours": lambda: ts_ops.mla_prefill(query, key, value, cum, cum, SCALE, is_causal=causal),
             "cudnn": cudnn,
         }
         scores = q[-1, 0].double() @ k[-1, 0].double().T * SCALE
@@ -203,7 +203,7 @@ def bench_merge(bandwidth: float, rate: float, rows: list[dict]) -> None:
     for tokens in MERGE:
         prefix, suffix = (torch.randn(tokens, 128, 128, device="cuda", dtype=torch.bfloat16) for _ in "ps")
         lse, other = (torch.randn(tokens, 128, device="cuda") for _ in "ps")
-        calls = {"ours": lambda: ts_ops.merge_attn_states(prefix, lse, suffix, other)}  # noqa: B023
+        calls = {"ours": lambda: ts_ops.merge_attn_states(prefix, lse, suffix, other)}
         weight = torch.sigmoid(lse.double() - other.double())[..., None]
         error = relative_error(calls["ours"]()[0], weight * prefix.double() + (1 - weight) * suffix.double())
         assert error < 1e-2, error
@@ -228,7 +228,8 @@ def main() -> None:
         sys.exit("these benchmarks need an NVIDIA GPU")
     torch.manual_seed(0)
     bandwidth, rate = ceilings()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {bandwidth / 1e12:.2f} TB/s, bf16 {rate / 1e12:.0f} TFLOP/s")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
+    print(f"ceilings measured now: copy {bandwidth / 1e12:.2f} TB/s, bf16 matrix product {rate / 1e12:.0f} TFLOP/s")
     for peer in DECODE_PEERS:
         if not importlib.util.find_spec(peer):
             print(f"peer not installed: {peer}")

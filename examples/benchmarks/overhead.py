@@ -20,7 +20,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-
 import ts_ops
 from ts_ops import dispatch, meta
 from ts_ops.meta.call import PROBLEMS, functional

@@ -54,7 +54,7 @@ mla_decode_lse = mla_decode
 
 
 def visible_range(problem: Decode) -> tuple[Tensor, Tensor]:
-    """Law 3: keys [low, high) that row i of a request's q_len block sees; both [B, q_len], 0 <= low, high <= seq_len."""
+    """Law 3: the keys [low, high) that each row of a q_len block sees; both [B, q_len], within [0, seq_len]."""
     row = torch.arange(problem.q_len, device=problem.device)
     length = problem.seq_lens.long().clamp(0, problem.capacity)[:, None]  # [B, 1]
     high = length.expand(-1, problem.q_len)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...meta.contract import CacheGather, CacheWrite
-from .launch import OPTIONS, next_power_of_2, on_device
+from .launch import OPTIONS, on_device
 from .rows import body_and_tail, load_rows, saturate, store_rows, tile_height
 
 WRITE_ELEMENTS = 2048  # of kv_c that a program holds: 4 tokens of rank 512
@@ -67,7 +67,7 @@ def _write_kernel(
 
 def mla_kv_cache_write(problem: CacheWrite) -> None:
     cache, kv_c, k_pe, slot_mapping = problem.kv_cache, problem.kv_c, problem.k_pe, problem.slot_mapping
-    rank_pad = next_power_of_2(problem.kv_lora_rank)
+    rank_pad = triton.next_power_of_2(problem.kv_lora_rank)
     block_t = tile_height(WRITE_ELEMENTS, rank_pad)
     with on_device(problem.device):
         _write_kernel[(triton.cdiv(problem.rows, block_t),)](
@@ -75,7 +75,7 @@ def mla_kv_cache_write(problem: CacheWrite) -> None:
             slot_mapping, slot_mapping.stride(0), problem.k_scale,
             cache.shape[0] * problem.page_size, problem.rows,
             PAGE_SIZE=problem.page_size, RANK=problem.kv_lora_rank, ROPE=problem.rope_dim,
-            RANK_PAD=rank_pad, ROPE_PAD=next_power_of_2(max(1, problem.rope_dim)), BLOCK_T=block_t,
+            RANK_PAD=rank_pad, ROPE_PAD=triton.next_power_of_2(max(1, problem.rope_dim)), BLOCK_T=block_t,
             num_warps=NUM_WARPS, **OPTIONS,
         )  # fmt: skip
 

@@ -9,9 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import OPTIONS, next_power_of_2
-
-LN_2 = tl.constexpr(0.6931471805599453)
+from .launch import LN_2, OPTIONS
 
 
 @triton.jit
@@ -51,11 +49,11 @@ def _combine_kernel(
 def combine_splits(
     partial: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor | None, splits: int, output_scale: float
 ) -> None:
-    """Merge `partial` [rows, splits, D] and its base-2 `partial_lse` [rows, splits] (both flat) into `out` and `lse`."""
+    """Merge `partial` [rows, splits, D] and `partial_lse` [rows, splits] (flat, base 2) into `out` and `lse`."""
     dim = out.shape[-1]
     rows = out.numel() // dim
-    block_d = min(128, max(16, next_power_of_2(dim)))
-    splits_pad = next_power_of_2(splits)
+    block_d = min(128, max(16, triton.next_power_of_2(dim)))
+    splits_pad = triton.next_power_of_2(splits)
     _combine_kernel[(rows * triton.cdiv(dim, block_d),)](
         partial, partial_lse, out, lse, splits, output_scale,
         DIM=dim, BLOCK_D=block_d, SPLITS_PAD=splits_pad, CHUNK=min(32, splits_pad), HAS_LSE=lse is not None,

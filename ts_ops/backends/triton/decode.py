@@ -17,10 +17,8 @@ from torch import Tensor
 from ...meta.contract import FP8, Decode
 from ...workspace import max_splits, sm_count
 from .combine import combine_splits
-from .launch import OPTIONS, next_power_of_2, on_device
+from .launch import LN_2, LOG2_E, OPTIONS, on_device
 
-LOG2_E = 1.4426950408889634
-LN_2 = tl.constexpr(0.6931471805599453)
 MIN_TILES = 2  # a split of fewer key tiles costs more in the combine than it saves
 MAX_SPLITS = 128
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny  # scales below it, or negative, are applied before the max, not after
@@ -62,7 +60,16 @@ def visible_range(
     return low, tl.minimum(tl.maximum(high, 0), length)
 
 
-@triton.jit
+# What varies from call to call must not select another compiled variant. Strides of rows do, for the width of loads.
+@triton.jit(
+    do_not_specialize=[
+        "q_len", "heads", "max_pages", "num_splits", "window", "cp_world", "cp_rank", "cp_interleave", "stride_table_b",
+        "stride_lens", "stride_visible_b", "stride_visible_q", "stride_causal",
+    ],
+    do_not_specialize_on_alignment=[
+        "block_tables", "seq_lens", "visible_lens", "causal_seqs", "lse", "partial_lse",
+    ],
+)  # fmt: skip
 def _decode_kernel(
     query, kv_cache, block_tables, seq_lens, visible_lens, causal_seqs, out, lse, partial, partial_lse,
     scale_log2, output_scale, q_len, heads, max_pages, num_splits, window, cp_world, cp_rank, cp_interleave,
@@ -131,7 +138,7 @@ def _decode_kernel(
                 next_page = tl.load(table + tl.minimum(tile + 1, end - 1) * BLOCK_N // PAGE * stride_table_p)
             else:
                 page = tl.load(table + key // PAGE * stride_table_p, mask=key_live, other=0).to(tl.int64)
-            key_row = kv_cache + page * stride_page + (key % PAGE) * stride_token
+            key_row = kv_cache + page * stride_page + (key % PAGE).to(tl.int64) * stride_token
             if RANK == RANK_PAD:
                 latent = tl.load(key_row[:, None] + column[None, :], mask=key_live[:, None], other=0.0)
             else:
@@ -200,7 +207,7 @@ def tile_config(rows: int, page_size: int, query_dtype: torch.dtype, cache_dtype
 
 
 def num_splits(problem: Decode, tiles: int, block_m: int, block_n: int) -> int:
-    """Splits that fill the GPU with `tiles` row tiles each, within the workspace bound; a function of shapes and hints."""
+    """Splits that fill the GPU with `tiles` row tiles each, within the workspace bound; from shapes and hints alone."""
     sms = sm_count(problem.device) if problem.device.type == "cuda" else INTERPRETER_SMS
     keys = problem.capacity if problem.max_seq_len is None else min(problem.max_seq_len, problem.capacity)
     programs = sms * (1 if block_m == 64 else 2)
@@ -231,13 +238,15 @@ def mla_decode(problem: Decode, out: Tensor, lse: Tensor | None = None) -> None:
             min(problem.window_left, problem.capacity + problem.q_len),
             problem.cp_world, problem.cp_rank, problem.cp_interleave_size,
             *query.stride()[:3], *kv_cache.stride()[:2], *problem.block_tables.stride(), problem.seq_lens.stride(0),
-            *(visible.stride() if visible is not None else (0, 0)), causal_seqs.stride(0) if causal_seqs is not None else 0,
-            RANK=rank, ROPE=rope, RANK_PAD=max(MIN_DOT_K, next_power_of_2(rank)), ROPE_PAD=max(MIN_DOT_K, next_power_of_2(rope)),
+            *((0, 0) if visible is None else visible.stride()), 0 if causal_seqs is None else causal_seqs.stride(0),
+            RANK=rank, RANK_PAD=max(MIN_DOT_K, triton.next_power_of_2(rank)),
+            ROPE=rope, ROPE_PAD=max(MIN_DOT_K, triton.next_power_of_2(rope)),
             PAGE=problem.page_size, BLOCK_M=block_m, BLOCK_N=block_n, MIN_TILES=MIN_TILES,
             IS_CAUSAL=problem.is_causal, HAS_WINDOW=problem.window_left >= 0, HAS_VISIBLE=visible is not None,
             HAS_CP=causal_seqs is not None, HAS_LSE=lse is not None, SPLIT=splits > 1,
             QK_DTYPE=TRITON_DTYPES[query.dtype], PV_DTYPE=TRITON_DTYPES[torch.float16 if fp8 else query.dtype],
-            PRECISION="ieee", SCALE_AFTER_MAX=scale_log2 >= SMALLEST_NORMAL, num_warps=warps, num_stages=stages, **OPTIONS,
+            PRECISION="ieee", SCALE_AFTER_MAX=scale_log2 >= SMALLEST_NORMAL,
+            num_warps=warps, num_stages=stages, **OPTIONS,
         )  # fmt: skip
         if splits > 1:
             combine_splits(partial, partial_lse, out, lse, splits, problem.output_scale)

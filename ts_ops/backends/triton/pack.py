@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...meta.contract import PackQuantize
-from .launch import OPTIONS, next_power_of_2, on_device
+from .launch import OPTIONS, on_device
 from .rows import load_rows, saturate, store_rows, tile_height, tile_rows, token_and_head_tile
 
 TILE_ELEMENTS = 4096  # of k_nope that a program holds, and as many of v
@@ -46,7 +46,7 @@ def _pack_kernel(
 
 def mla_kv_pack_quantize_fp8(problem: PackQuantize, key: Tensor, value: Tensor) -> None:
     k_nope, k_pe, v = problem.k_nope, problem.k_pe, problem.v
-    nope_pad, value_pad = next_power_of_2(problem.dim_nope), next_power_of_2(problem.dim_v)
+    nope_pad, value_pad = triton.next_power_of_2(problem.dim_nope), triton.next_power_of_2(problem.dim_v)
     block_t, block_h = token_and_head_tile(tile_height(TILE_ELEMENTS, max(nope_pad, value_pad)), problem.heads)
     grid = (triton.cdiv(problem.tokens, block_t) * (problem.heads // block_h),)
     with on_device(problem.device):
@@ -54,6 +54,6 @@ def mla_kv_pack_quantize_fp8(problem: PackQuantize, key: Tensor, value: Tensor) 
             k_nope, k_nope.stride(0), k_nope.stride(1), k_pe, k_pe.stride(0), v, v.stride(0), v.stride(1),
             key, value, problem.k_scale_inv, problem.v_scale_inv, problem.tokens, problem.heads,
             NOPE=problem.dim_nope, ROPE=problem.dim_rope, VALUE=problem.dim_v,
-            NOPE_PAD=nope_pad, ROPE_PAD=next_power_of_2(max(1, problem.dim_rope)), VALUE_PAD=value_pad,
+            NOPE_PAD=nope_pad, ROPE_PAD=triton.next_power_of_2(max(1, problem.dim_rope)), VALUE_PAD=value_pad,
             BLOCK_T=block_t, BLOCK_H=block_h, num_warps=NUM_WARPS, **OPTIONS,
         )  # fmt: skip

@@ -12,7 +12,6 @@ Tiles run fastest in the grid, heads next: programs that run at the same time sh
 head the last tiles go first, for under a causal mask they have the most keys, and short ones then fill the tail.
 """
 
-import math
 from functools import cache
 
 import torch
@@ -22,8 +21,8 @@ from torch import Tensor
 
 from ...meta.contract import FP8, Prefill
 from . import launch
+from .launch import LN_2
 
-LOG2_E = math.log2(math.e)
 OWNER_BLOCK = 256  # sequences that the search for a tile's owner compares at once
 SHARED_BYTES = {(8, 0): 166_912, (8, 7): 166_912, (9, 0): 232_448, (10, 0): 232_448, (10, 3): 232_448}
 SHARED_BYTES_ELSEWHERE = 101_376  # compute capability 8.6, 8.9 and 12.x
@@ -33,7 +32,7 @@ MAX_BLOCK_DV = 256  # wider values are cut into blocks of this, each with a prog
 def mla_prefill(problem: Prefill, out: Tensor, lse: Tensor | None = None) -> None:
     query, key, value = problem.query, problem.key, problem.value
     tiles = tile_parameters(query.dtype, problem.dim_qk, problem.dim_v, _capability(problem.device))
-    scale_log2 = problem.softmax_scale * LOG2_E
+    scale_log2 = problem.softmax_scale * launch.LOG2_E
     grid = (
         problem.tokens_q // tiles["BLOCK_M"] + problem.batch + 1,
         problem.heads,
@@ -41,7 +40,9 @@ def mla_prefill(problem: Prefill, out: Tensor, lse: Tensor | None = None) -> Non
     )
     with launch.on_device(problem.device):
         _prefill[grid](
-            query, key, value, out, lse, problem.cum_seq_lens_q, problem.cum_seq_lens_kv,
+            query, key, value, out, lse,
+            problem.cum_seq_lens_q, problem.cum_seq_lens_q.stride(0),
+            problem.cum_seq_lens_kv, problem.cum_seq_lens_kv.stride(0),
             problem.tokens_q, problem.tokens_kv, problem.batch, problem.heads // problem.heads_kv,
             scale_log2, problem.output_scale,
             query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
@@ -72,7 +73,7 @@ def tile_parameters(dtype: torch.dtype, dim_qk: int, dim_v: int, capability: tup
     """
     smallest = 32 if dtype == FP8 else 16  # what a tensor core multiplies at once along the head dimension
     block_d1, block_d2 = _two_blocks(dim_qk, smallest)
-    block_dv = min(MAX_BLOCK_DV, max(16, launch.next_power_of_2(dim_v)))
+    block_dv = min(MAX_BLOCK_DV, max(16, triton.next_power_of_2(dim_v)))
     blocks = {"BLOCK_D1": block_d1, "BLOCK_D2": block_d2, "BLOCK_DV": block_dv}
     if capability is None:
         return {**blocks, "BLOCK_M": 64, "BLOCK_N": 64}
@@ -106,19 +107,20 @@ def tile_parameters(dtype: torch.dtype, dim_qk: int, dim_v: int, capability: tup
 
 def _two_blocks(dim: int, smallest: int) -> tuple[int, int]:
     """One power of two that covers `dim`, or two where they are less together; the second is 0 for one."""
-    whole = max(smallest, launch.next_power_of_2(dim))
+    whole = max(smallest, triton.next_power_of_2(dim))
     half = whole // 2
-    rest = max(smallest, launch.next_power_of_2(dim - half)) if dim > half else whole
+    rest = max(smallest, triton.next_power_of_2(dim - half)) if dim > half else whole
     return (half, rest) if half >= smallest and half + rest < whole else (whole, 0)
 
 
 @triton.jit(
     # Sizes that change from call to call must not choose the kernel; strides do, for the width of loads.
-    do_not_specialize=["tokens_q", "tokens_kv", "batch", "group"],
+    do_not_specialize=["cum_q_stride", "cum_kv_stride", "tokens_q", "tokens_kv", "batch", "group"],
     do_not_specialize_on_alignment=["lse", "cum_q", "cum_kv"],
 )
 def _prefill(
-    query, key, value, out, lse, cum_q, cum_kv, tokens_q, tokens_kv, batch, group, scale_log2, output_scale,
+    query, key, value, out, lse, cum_q, cum_q_stride, cum_kv, cum_kv_stride, tokens_q, tokens_kv, batch, group,
+    scale_log2, output_scale,
     query_stride_t, query_stride_h, key_stride_t, key_stride_h, value_stride_t, value_stride_h,
     DIM_QK: tl.constexpr, DIM_V: tl.constexpr, CAUSAL: tl.constexpr, SCALE_AFTER_MAX: tl.constexpr,
     OWNER_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -134,14 +136,14 @@ def _prefill(
     for start in range(0, batch + 1, OWNER_BLOCK):
         sequence = start + tl.arange(0, OWNER_BLOCK)
         exists = sequence <= batch
-        first_tile = tl.load(cum_q + sequence, mask=exists, other=0) // BLOCK_M + sequence
+        first_tile = tl.load(cum_q + sequence * cum_q_stride, mask=exists, other=0) // BLOCK_M + sequence
         owner += tl.sum((exists & (first_tile <= tile)).to(tl.int32))
     # Bounds by the sizes of the tensors: lengths that are no lengths may give nonsense, but no write outside `out`.
     owner = tl.maximum(owner, 0)
-    q_start = tl.maximum(tl.load(cum_q + owner), 0)
-    q_end = tl.minimum(tl.load(cum_q + owner + 1, mask=owner < batch, other=tokens_q), tokens_q)
-    kv_start = tl.load(cum_kv + owner)
-    kv_end = tl.minimum(tl.load(cum_kv + owner + 1, mask=owner < batch, other=kv_start), tokens_kv)
+    q_start = tl.maximum(tl.load(cum_q + owner * cum_q_stride), 0)
+    q_end = tl.minimum(tl.load(cum_q + (owner + 1) * cum_q_stride, mask=owner < batch, other=tokens_q), tokens_q)
+    kv_start = tl.load(cum_kv + owner * cum_kv_stride)
+    kv_end = tl.minimum(tl.load(cum_kv + (owner + 1) * cum_kv_stride, mask=owner < batch, other=kv_start), tokens_kv)
     first_row = tl.maximum(tile - q_start // BLOCK_M - owner, 0) * BLOCK_M  # within the sequence
     q_len = q_end - q_start
     kv_len = kv_end - kv_start
@@ -198,7 +200,7 @@ def _prefill(
     out_tile = out + (token[:, None] * heads + head) * DIM_V + column[None, :]
     tl.store(out_tile, state.to(out.dtype.element_ty), mask=row_exists[:, None] & (column < DIM_V)[None, :])
     if lse is not None:
-        natural = (peak + tl.log2(total)) * 0.6931471805599453
+        natural = (peak + tl.log2(total)) * LN_2
         tl.store(lse + token * heads + head, natural, mask=row_exists & (first_column == 0))
 
 

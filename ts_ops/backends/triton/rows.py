@@ -11,8 +11,6 @@ One tile of next_power_of_2(576) = 1024 columns would leave 44 % of the lanes id
 import triton
 import triton.language as tl
 
-from .launch import next_power_of_2
-
 FP8_MAX = tl.constexpr(448.0)
 MAX_ROWS = 128  # of a program: one for each thread, so that the bookkeeping of narrow rows stays in registers
 
@@ -20,7 +18,7 @@ MAX_ROWS = 128  # of a program: one for each thread, so that the bookkeeping of 
 def body_and_tail(dim: int) -> tuple[int, int]:
     """Columns of the two tiles that cover a row of `dim` columns; no tail (0) where `dim` is a power of two."""
     body = 1 << (dim.bit_length() - 1)
-    return body, next_power_of_2(dim - body) if dim > body else 0
+    return body, triton.next_power_of_2(dim - body) if dim > body else 0
 
 
 def tile_height(budget: int, row: int) -> int:
