@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import ts_ops
 from torch import Tensor, nn
 
+import ts_ops
 from deepseek_config import AttentionConfig, DeepSeekConfig
 from deepseek_moe import MLP, MoE
 from deepseek_rope import Rope, rotate

@@ -6,8 +6,9 @@ Page 0 is the null page: no sequence owns it, and table entries past a sequence'
 from typing import NamedTuple
 
 import torch
-import ts_ops
 from torch import Tensor
+
+import ts_ops
 
 FP8 = torch.float8_e4m3fn
 TABLE_TOKENS = 128  # tables cover whole multiples of it: some kernels read entries in blocks of so many tokens

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+
 import ts_ops
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -6,11 +6,11 @@ A cache is zero-filled, static without a guard (several caches, one graph) and w
 
 import pytest
 import torch
-import ts_ops
 from torch._dynamo.testing import CompileCounter
-from ts_ops.workspace import BYTES_PER_SM, max_splits
 
+import ts_ops
 from calls import BF16, FP8
+from ts_ops.workspace import BYTES_PER_SM, max_splits
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32, FP8])

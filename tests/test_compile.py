@@ -9,14 +9,14 @@ import io
 
 import pytest
 import torch
-import ts_ops
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch._dynamo.utils import ReinplaceCounters
-from ts_ops import dispatch
 
 import calls
+import ts_ops
 from calls import BF16, DIM, FP8, HEADS, NAMES, PAGE_SIZE, RANK, WITH_OUT
+from ts_ops import dispatch
 
 HIDDEN = 32
 

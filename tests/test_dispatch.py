@@ -13,11 +13,11 @@ import threading
 
 import pytest
 import torch
-import ts_ops
-from ts_ops import dispatch
 from ts_ops.meta.call import PROBLEMS
 
 import calls
+import ts_ops
+from ts_ops import dispatch
 
 
 class Backend:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import TorchRuntimeError
 from torch._subclasses.fake_tensor import FakeTensorMode
-from ts_ops import dispatch
 
 import calls
 from calls import BF16, BY_NAME, DIM, FP8, HEADS, NAMES, PAGES, Q_LEN, RANK, TOKENS, B, floats
+from ts_ops import dispatch
 
 DECODES = ("mla_decode", "mla_decode_lse")
 PREFILLS = ("mla_prefill", "mla_prefill_lse")

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from ts_ops import dispatch
 
 import calls
 from calls import BF16, DIM, FP8, NAMES, RANK, WITH_OUT, floats
+from ts_ops import dispatch
 
 LAYOUTS = {"contiguous": lambda t: t, "padded": calls.padded, "permuted": calls.permuted, "broadcast": calls.broadcast}
 

@@ -9,10 +9,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from ts_ops.backends import triton as triton_backend  # noqa: E402
 from ts_ops.meta import contract  # noqa: E402
 
 from cross_compile import MAX_SHARED, compiled_by  # noqa: E402
+from ts_ops.backends import triton as triton_backend  # noqa: E402
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-import ts_ops
 
 import oracle
+import ts_ops
 
 FP8 = torch.float8_e4m3fn
 # Largest row error ||o - ref|| / ||ref||. fp32: sums of up to 256 products and of a few hundred keys. fp16 and bf16:

@@ -13,9 +13,10 @@ import sys
 
 import pytest
 import torch
-import ts_ops
 from ts_ops.meta import NAMESPACE, OPERATORS
 from ts_ops.meta.call import PROBLEMS
+
+import ts_ops
 
 DECODE = (
     "Tensor query, Tensor kv_cache, Tensor block_tables, Tensor seq_lens, float softmax_scale, *, "

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 
 import torch
 import triton
-import ts_ops
 from triton.testing import do_bench
+
+import ts_ops
 
 FP8 = torch.float8_e4m3fn
 SCALE = 192**-0.5

@@ -20,9 +20,10 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from ts_ops.meta.call import PROBLEMS, functional
+
 import ts_ops
 from ts_ops import dispatch, meta
-from ts_ops.meta.call import PROBLEMS, functional
 
 
 def microseconds(call: Callable[[], object], rounds: int = 100, calls: int = 50) -> float:

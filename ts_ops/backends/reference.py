@@ -180,7 +180,7 @@ def mla_kv_cache_write(problem: CacheWrite, *, accumulate=torch.float32) -> None
         problem.kv_cache[slots // problem.page_size, slots % problem.page_size] = rows
         return
     # Without reading a device value the skipped rows cannot be dropped: they rewrite the slot of the first row kept.
-    kept = (slots >= 0).to(torch.int8).argmax()
+    kept = (slots >= 0).to(torch.int8).argmax(keepdim=True)  # [1]: an index without dimensions would be read
     source = torch.where(slots >= 0, torch.arange(tokens, device=slots.device), kept)
     slots = slots[source]
     any_kept = slots[kept] >= 0

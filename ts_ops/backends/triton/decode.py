@@ -60,10 +60,78 @@ def visible_range(
     return low, tl.minimum(tl.maximum(high, 0), length)
 
 
-# What varies from call to call must not select another compiled variant. Strides of rows do, for the width of loads.
+@triton.jit
+def _load_columns(key_row, key_live, column, DIM: tl.constexpr, DIM_PAD: tl.constexpr, MASKED: tl.constexpr):
+    """[keys, DIM_PAD] of the cache; 0 past DIM and, if MASKED, where not `key_live`."""
+    pointers = key_row[:, None] + column[None, :]
+    if MASKED and DIM < DIM_PAD:
+        tile = tl.load(pointers, mask=key_live[:, None] & (column < DIM)[None, :], other=0.0)
+    elif MASKED:
+        tile = tl.load(pointers, mask=key_live[:, None], other=0.0)
+    elif DIM < DIM_PAD:
+        tile = tl.load(pointers, mask=(column < DIM)[None, :], other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def _attend(
+    acc, peak, total, q, q_rope, tile, kv_cache, table, low, high, first_key, end_key, scale_log2,
+    stride_page, stride_token, stride_table_p,
+    RANK: tl.constexpr, ROPE: tl.constexpr, RANK_PAD: tl.constexpr, ROPE_PAD: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, QK_DTYPE: tl.constexpr, PV_DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr, SCALE_AFTER_MAX: tl.constexpr, WIDE_TOKENS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys into the running (acc, peak, total). Not MASKED: every row sees every key of it."""
+    column = tl.arange(0, RANK_PAD)
+    rope_column = tl.arange(0, ROPE_PAD)
+    key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    # What no row sees is loaded as 0, never multiplied by 0: NaN past the request cannot spread.
+    key_live = key < end_key
+    if HAS_WINDOW:
+        key_live &= key >= first_key
+    if PAGE >= BLOCK_N:
+        page = tl.load(table + tile * BLOCK_N // PAGE * stride_table_p).to(tl.int64)
+    else:
+        page = tl.load(table + key // PAGE * stride_table_p, mask=key_live, other=0).to(tl.int64)
+    offset = key % PAGE
+    if WIDE_TOKENS:
+        offset = offset.to(tl.int64)
+    key_row = kv_cache + page * stride_page + offset * stride_token
+    latent = _load_columns(key_row, key_live, column, RANK, RANK_PAD, MASKED)
+    scores = tl.dot(q, tl.trans(latent.to(QK_DTYPE)), input_precision=PRECISION)
+    if ROPE > 0:
+        rope = _load_columns(key_row + RANK, key_live, rope_column, ROPE, ROPE_PAD, MASKED)
+        scores = tl.dot(q_rope, tl.trans(rope.to(QK_DTYPE)), acc=scores, input_precision=PRECISION)
+    if not SCALE_AFTER_MAX:
+        scores = scores * scale_log2
+    if MASKED:
+        seen = key[None, :] < high[:, None]
+        if HAS_WINDOW:
+            seen &= key[None, :] >= low[:, None]
+        scores = tl.where(seen, scores, float("-inf"))
+    if SCALE_AFTER_MAX:
+        new_peak = tl.maximum(peak, tl.max(scores, axis=1) * scale_log2)
+    else:
+        new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    rescale = tl.exp2(peak - shift)
+    if SCALE_AFTER_MAX:
+        weight = tl.exp2(scores * scale_log2 - shift[:, None])
+    else:
+        weight = tl.exp2(scores - shift[:, None])
+    total = total * rescale + tl.sum(weight, axis=1)
+    acc = acc * rescale[:, None]
+    acc = tl.dot(weight.to(PV_DTYPE), latent.to(PV_DTYPE), acc=acc, input_precision=PRECISION)
+    return acc, new_peak, total
+
+
+# What varies from call to call must not select another compiled variant. Strides of rows do, for the width of loads, as
+# does the head count, which a model does not change.
 @triton.jit(
     do_not_specialize=[
-        "q_len", "heads", "max_pages", "num_splits", "window", "cp_world", "cp_rank", "cp_interleave", "stride_table_b",
+        "q_len", "max_pages", "num_splits", "window", "cp_world", "cp_rank", "cp_interleave", "stride_table_b",
         "stride_lens", "stride_visible_b", "stride_visible_q", "stride_causal",
     ],
     do_not_specialize_on_alignment=[
@@ -79,7 +147,7 @@ def _decode_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_VISIBLE: tl.constexpr, HAS_CP: tl.constexpr,
     HAS_LSE: tl.constexpr, SPLIT: tl.constexpr, QK_DTYPE: tl.constexpr, PV_DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr, SCALE_AFTER_MAX: tl.constexpr,
+    PRECISION: tl.constexpr, SCALE_AFTER_MAX: tl.constexpr, WIDE_TOKENS: tl.constexpr, PEEL: tl.constexpr,
 ):  # fmt: skip
     rows = q_len * heads
     row_tiles = tl.cdiv(rows, BLOCK_M)
@@ -114,7 +182,6 @@ def _decode_kernel(
     if begin < end:
         column = tl.arange(0, RANK_PAD)
         rope_column = tl.arange(0, ROPE_PAD)
-        token = tl.arange(0, BLOCK_N)
         query_row = (
             query + batch * stride_query_b + position.to(tl.int64) * stride_query_q + head.to(tl.int64) * stride_query_h
         )
@@ -123,51 +190,29 @@ def _decode_kernel(
         if ROPE > 0:
             rope_mask = row_live[:, None] & (rope_column < ROPE)[None, :]
             q_rope = tl.load(query_row[:, None] + RANK + rope_column[None, :], mask=rope_mask, other=0.0).to(QK_DTYPE)
+        else:
+            q_rope = q
         table = block_tables + batch * stride_table_b
-        # One page holds the whole tile where it is no larger; its id is fetched a tile ahead, so that the loads of a
-        # tile need not wait for another load.
-        next_page = tl.load(table + begin * BLOCK_N // PAGE * stride_table_p)
-        for tile in range(begin, end):
-            key = tile * BLOCK_N + token
-            # What no row sees is loaded as 0, never multiplied by 0: NaN past the request cannot spread.
-            key_live = key < end_key
-            if HAS_WINDOW:
-                key_live &= key >= first_key
-            if PAGE >= BLOCK_N:
-                page = next_page.to(tl.int64)
-                next_page = tl.load(table + tl.minimum(tile + 1, end - 1) * BLOCK_N // PAGE * stride_table_p)
-            else:
-                page = tl.load(table + key // PAGE * stride_table_p, mask=key_live, other=0).to(tl.int64)
-            key_row = kv_cache + page * stride_page + (key % PAGE).to(tl.int64) * stride_token
-            if RANK == RANK_PAD:
-                latent = tl.load(key_row[:, None] + column[None, :], mask=key_live[:, None], other=0.0)
-            else:
-                latent_mask = key_live[:, None] & (column < RANK)[None, :]
-                latent = tl.load(key_row[:, None] + column[None, :], mask=latent_mask, other=0.0)
-            scores = tl.dot(q, tl.trans(latent.to(QK_DTYPE)), input_precision=PRECISION)
-            if ROPE > 0:
-                rope_live = key_live[:, None] & (rope_column < ROPE)[None, :]
-                rope = tl.load(key_row[:, None] + RANK + rope_column[None, :], mask=rope_live, other=0.0)
-                scores = tl.dot(q_rope, tl.trans(rope.to(QK_DTYPE)), acc=scores, input_precision=PRECISION)
-            seen = key[None, :] < high[:, None]
-            if HAS_WINDOW:
-                seen &= key[None, :] >= low[:, None]
-            if SCALE_AFTER_MAX:
-                scores = tl.where(seen, scores, float("-inf"))
-                new_peak = tl.maximum(peak, tl.max(scores, axis=1) * scale_log2)
-            else:
-                scores = tl.where(seen, scores * scale_log2, float("-inf"))
-                new_peak = tl.maximum(peak, tl.max(scores, axis=1))
-            shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            rescale = tl.exp2(peak - shift)
-            if SCALE_AFTER_MAX:
-                weight = tl.exp2(scores * scale_log2 - shift[:, None])
-            else:
-                weight = tl.exp2(scores - shift[:, None])
-            total = total * rescale + tl.sum(weight, axis=1)
-            acc = acc * rescale[:, None]
-            acc = tl.dot(weight.to(PV_DTYPE), latent.to(PV_DTYPE), acc=acc, input_precision=PRECISION)
-            peak = new_peak
+        # PEEL: only the tiles at either end, which some row does not see whole, are masked; not the bulk between them.
+        bulk = end
+        bulk_tiles = 0
+        if PEEL:
+            bulk = tl.minimum(tl.maximum(tl.cdiv(tl.max(low, axis=0), BLOCK_N), begin), end)
+            bulk_tiles = tl.maximum(tl.minimum(tl.min(high, axis=0) // BLOCK_N, end) - bulk, 0)
+        for index in range(begin, end - bulk_tiles):
+            tile = tl.where(index < bulk, index, index + bulk_tiles) if PEEL else index
+            acc, peak, total = _attend(
+                acc, peak, total, q, q_rope, tile, kv_cache, table, low, high, first_key, end_key, scale_log2,
+                stride_page, stride_token, stride_table_p, RANK, ROPE, RANK_PAD, ROPE_PAD, PAGE, BLOCK_N,
+                HAS_WINDOW, QK_DTYPE, PV_DTYPE, PRECISION, SCALE_AFTER_MAX, WIDE_TOKENS, True,
+            )  # fmt: skip
+        if PEEL:
+            for tile in range(bulk, bulk + bulk_tiles):
+                acc, peak, total = _attend(
+                    acc, peak, total, q, q_rope, tile, kv_cache, table, low, high, first_key, end_key, scale_log2,
+                    stride_page, stride_token, stride_table_p, RANK, ROPE, RANK_PAD, ROPE_PAD, PAGE, BLOCK_N,
+                    HAS_WINDOW, QK_DTYPE, PV_DTYPE, PRECISION, SCALE_AFTER_MAX, WIDE_TOKENS, False,
+                )  # fmt: skip
 
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
@@ -246,6 +291,9 @@ def mla_decode(problem: Decode, out: Tensor, lse: Tensor | None = None) -> None:
             HAS_CP=causal_seqs is not None, HAS_LSE=lse is not None, SPLIT=splits > 1,
             QK_DTYPE=TRITON_DTYPES[query.dtype], PV_DTYPE=TRITON_DTYPES[torch.float16 if fp8 else query.dtype],
             PRECISION="ieee", SCALE_AFTER_MAX=scale_log2 >= SMALLEST_NORMAL,
+            WIDE_TOKENS=problem.page_size * kv_cache.stride(1) >= 2**31,  # a page's tokens need 64-bit offsets too
+            # A second loop pays where memory is the bound; the registers of a large tile do not stretch to it.
+            PEEL=block_m < 64,
             num_warps=warps, num_stages=stages, **OPTIONS,
         )  # fmt: skip
         if splits > 1:
