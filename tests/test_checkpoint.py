@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from checkpoint import load_model
 from deepseek_config import CheckpointError, read_config
 from paged_cache import FP8
-from tiny_models import CASES, YARN, Folders  # first, for it puts examples/ on the path
+from tiny_models import CASES, YARN, Folders
 
 
 @pytest.fixture(scope="module")

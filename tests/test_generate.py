@@ -11,7 +11,6 @@ import torch
 
 pytest.importorskip("transformers")
 EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
 
 import transformers  # noqa: E402
 from torch._dynamo.utils import ReinplaceCounters, counters  # noqa: E402

@@ -4,7 +4,6 @@ Not trivial: weights are wide enough that logits differ by several units and rou
 biases are not their identities, and the router's correction is not zero.
 """
 
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64,
