@@ -60,6 +60,15 @@ def _forced_backend(request):
         yield
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """Matrices of tiny models gain nothing from threads, and lose much where other processes want the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)

@@ -23,13 +23,7 @@ from tiny_checkpoint import write_tiny_checkpoint  # noqa: E402
 PROMPTS = [[1, 2, 3, 4, 5], [6], [7, 8, 9] * 9]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Matrices this small gain nothing from threads, and lose much where other processes want the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

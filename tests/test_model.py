@@ -12,20 +12,14 @@ import generation
 from checkpoint import load_model
 from generation import Settings, generate
 from paged_cache import FP8, PagedCache
-from tiny_models import CASES, YARN, Case, Folders, build  # first, for it puts examples/ on the path
+from tiny_models import CASES, YARN, Case, Folders, build
 
 LENGTHS = (7, 19, 1)
 BLOCKS = Case("three-alike", 3, settings={"rope_parameters": YARN, "first_k_dense_replace": 0})
 TWO_LAYERS = Case("two-layers", 3, settings={"rope_parameters": YARN, "num_hidden_layers": 2})
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Matrices of 64 gain nothing from threads, and lose much where other processes want the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
