@@ -19,7 +19,7 @@ from triton.backends.nvidia import compiler as nvidia
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-MAX_SHARED = {80: 166_912, 90: 232_448}  # bytes a block may use
+MAX_SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}  # bytes a block may use
 
 
 @dataclass(frozen=True)

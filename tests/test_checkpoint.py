@@ -60,7 +60,7 @@ def published(folder: Path) -> None:
     values |= {"rope_scaling": rope, "torch_dtype": values.pop("dtype"), "moe_layer_freq": 1, "ep_size": 1}
     values |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "aux_loss_alpha": 0.001, "seq_aux": True}
     for key in ("head_dim", "qk_head_dim", "rope_interleave", "output_router_logits"):
-        values.pop(key)
+        values.pop(key, None)
     path.write_text(json.dumps(values))
     edit(folder, lambda tensors: tensors.update({
         "model.layers.3.eh_proj.weight": torch.zeros(2, 2),

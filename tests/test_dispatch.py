@@ -159,6 +159,25 @@ def test_triton_says_what_a_cpu_needs():
         decode()
 
 
+@pytest.mark.parametrize("operator, larger, named", [
+    ("mla_decode", dict(query=(3, 2, 5, 1088), kv_cache=(7, 4, 1088), kv_lora_rank=1024), "kv_lora_rank up to 512"),
+    ("mla_decode", dict(query=(3, 2, 5, 700), kv_cache=(7, 4, 700), kv_lora_rank=512), "128 rope columns"),
+    ("mla_prefill", dict(query=(11, 5, 600), key=(13, 5, 600)), "head dims up to 576"),
+    ("mla_prefill", dict(value=(13, 5, 520)), "512 for values"),
+])  # fmt: skip
+def test_triton_refuses_dims_beyond_its_tiles(operator, larger, named):
+    """By name, before a launch; a smaller call has no objection."""
+    triton_backend = pytest.importorskip("ts_ops.backends.triton")
+    assert triton_backend.why_not(operator, problem_of(operator, calls.example(operator))) is None
+    shapes = {k: torch.zeros(v, dtype=calls.BF16) if isinstance(v, tuple) else v for k, v in larger.items()}
+    assert named in triton_backend.why_not(operator, problem_of(operator, calls.example(operator) | shapes))
+
+
+def problem_of(operator: str, arguments: dict):
+    args, kwargs = calls.split(calls.overload_of(operator), arguments)
+    return PROBLEMS[operator](*args, **kwargs)
+
+
 def test_a_log_line_once_per_operator_and_device(backends, caplog):
     backends({"a": Backend(1.0, objection="page size 4"), "b": Backend(2.0)}, ("a", "b"))
     with caplog.at_level(logging.INFO, "ts_ops"):

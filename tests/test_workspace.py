@@ -19,6 +19,10 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def tile_config(rows: int) -> tuple[int, int, int, int]:
+    return decode.tile_config(rows, 64, 576, torch.bfloat16, torch.bfloat16, (9, 0))
+
+
 @pytest.mark.parametrize("sms", [1, 46, 132, 148])
 @pytest.mark.parametrize("rank", [32, 512])
 def test_splits_of_a_decode_stay_within_the_bound(sms, rank, monkeypatch):
@@ -32,7 +36,7 @@ def test_splits_of_a_decode_stay_within_the_bound(sms, rank, monkeypatch):
                         meta(batch, q_len, heads, rank + 64), meta(pages, 64, rank + 64),
                         meta(batch, pages, dtype=torch.int32), meta(batch, dtype=torch.int32), 0.1, kv_lora_rank=rank,
                     )  # fmt: skip
-                    block_m, block_n, _, _ = decode.tile_config(q_len * heads, 64, torch.bfloat16, torch.bfloat16)
+                    block_m, block_n, _, _ = tile_config(q_len * heads)
                     splits = decode.num_splits(problem, batch * -(-q_len * heads // block_m), block_m, block_n)
                     scratch = problem.rows * splits * (rank + 1) * 4
                     assert splits == 1 or (splits > 1 and scratch <= BYTES_PER_SM * sms)

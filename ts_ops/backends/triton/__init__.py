@@ -9,7 +9,7 @@ import os
 
 import torch
 
-from ...meta.contract import FP8
+from ...meta.contract import FP8, Decode, Prefill
 
 try:
     import triton  # noqa: F401
@@ -17,12 +17,14 @@ except ImportError:
     _MISSING = "the package triton is not installed: pip install 'triton>=3.6'"
 else:
     _MISSING = None
+    from . import decode, prefill
     from .cache import mla_kv_cache_gather, mla_kv_cache_write  # noqa: F401
     from .decode import mla_decode, mla_decode_lse  # noqa: F401
     from .merge import merge_attn_states, merge_attn_states_n  # noqa: F401
     from .pack import mla_kv_pack_quantize_fp8  # noqa: F401
     from .prefill import mla_prefill, mla_prefill_lse  # noqa: F401
 
+LIMITS = {} if _MISSING else {Decode: decode.why_not, Prefill: prefill.why_not}
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 FP8_CAPABILITY = (8, 9)  # the first with e4m3 conversions; Triton has no such type below it
 
@@ -36,10 +38,11 @@ def unavailable(device: torch.device) -> str | None:
 
 
 def why_not(operator: str, problem) -> str | None:
-    """Triton serves every checked problem, except FP8 where the GPU has none."""
-    return None if _has_fp8(problem.device) or FP8 not in problem.dtypes else (
-        f"FP8 needs compute capability 8.9, and {problem.device} has less"
-    )  # fmt: skip
+    """Triton serves every checked problem, except dims beyond its tiles, and FP8 where the GPU has none."""
+    if not _has_fp8(problem.device) and FP8 in problem.dtypes:
+        return f"FP8 needs compute capability 8.9, and {problem.device} has less"
+    limits = LIMITS.get(type(problem))
+    return limits(problem) if limits else None
 
 
 @functools.cache

@@ -9,6 +9,8 @@ shapes and hints, so a captured launch stays right and balanced when lengths cha
 On Hopper the score and value products of 64-row tiles are wgmma; smaller tiles use mma with M 16.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -17,10 +19,11 @@ from torch import Tensor
 from ...meta.contract import FP8, Decode
 from ...workspace import max_splits, sm_count
 from .combine import combine_splits
-from .launch import LN_2, LOG2_E, OPTIONS, on_device
+from .launch import LN_2, LOG2_E, OPTIONS, on_device, shared_bytes, target_capability
 
 MIN_TILES = 2  # a split of fewer key tiles costs more in the combine than it saves
 MAX_SPLITS = 128
+MAX_RANK, MAX_ROPE = 512, 128
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny  # scales below it, or negative, are applied before the max, not after
 MIN_DOT_K = 32  # the least reduction length of an FP8 product
 TRITON_DTYPES = {
@@ -234,12 +237,47 @@ def _decode_kernel(
             tl.store(lse + flat_row, row_lse * LN_2, mask=row_live)
 
 
-def tile_config(rows: int, page_size: int, query_dtype: torch.dtype, cache_dtype: torch.dtype):
-    """(BLOCK_M, BLOCK_N, warps, stages) for `rows` = q_len * H query rows a request: the best of a sweep on an H200.
+def why_not(problem: Decode) -> str | None:
+    rope = problem.head_dim - problem.kv_lora_rank
+    if problem.kv_lora_rank > MAX_RANK or rope > MAX_ROPE:
+        return (
+            f"Triton's decode takes a kv_lora_rank up to {MAX_RANK} and {MAX_ROPE} rope columns, "
+            f"got {problem.kv_lora_rank} and {rope}"
+        )
+    return None
 
-    Small tiles are for 16-bit caches, where memory bounds them. An FP8 tile passes through registers on its way to the
-    value product; with 64 rows, wgmma takes it from shared memory at least. Pages smaller than a tile need a pointer a
-    key: their tiles are smaller, or have more warps, lest they spill.
+
+@cache
+def tile_config(
+    rows: int, page_size: int, columns: int, query_dtype: torch.dtype, cache_dtype: torch.dtype,
+    capability: tuple[int, int] | None,
+) -> tuple[int, int, int, int]:  # fmt: skip
+    """(BLOCK_M, BLOCK_N, warps, stages) for `rows` = q_len * H query rows a request and `columns` padded cache columns.
+
+    `capability` is None under the interpreter. The best of a sweep on an H200, made smaller where shared memory is.
+    """
+    block_m, block_n, warps, stages = _fastest_tiles(rows, page_size, query_dtype, cache_dtype)
+
+    def used() -> int:
+        query = block_m * columns * query_dtype.itemsize
+        # wgmma reads keys where they were loaded, one tile while the next arrives; mma takes them to registers first.
+        buffers = 2 if capability == (9, 0) and block_m == 64 and cache_dtype != FP8 else 1
+        keys = buffers * block_n * columns * cache_dtype.itemsize
+        converted = block_n * columns * torch.float16.itemsize if cache_dtype == FP8 else 0
+        return query + keys + converted
+
+    while capability and used() > shared_bytes(capability) and block_m * block_n > 16 * 16:
+        if block_n > 32 or block_m == 16:
+            block_n //= 2
+        else:
+            block_m //= 2
+    return block_m, block_n, warps, stages
+
+
+def _fastest_tiles(rows: int, page_size: int, query_dtype: torch.dtype, cache_dtype: torch.dtype):
+    """Small tiles are for 16-bit caches, where memory bounds them. An FP8 tile passes through registers on its way to
+    the value product; with 64 rows, wgmma takes it from shared memory at least. Pages smaller than a tile need a
+    pointer a key: their tiles are smaller, or have more warps, lest they spill.
     """
     small_pages = page_size < 64
     if query_dtype == torch.float32:
@@ -265,7 +303,12 @@ def mla_decode(problem: Decode, out: Tensor, lse: Tensor | None = None) -> None:
     query, kv_cache = problem.query, problem.kv_cache
     rows = problem.q_len * problem.heads
     rank, rope = problem.kv_lora_rank, problem.head_dim - problem.kv_lora_rank
-    block_m, block_n, warps, stages = tile_config(rows, problem.page_size, query.dtype, kv_cache.dtype)
+    rank_pad = max(MIN_DOT_K, triton.next_power_of_2(rank))
+    rope_pad = max(MIN_DOT_K, triton.next_power_of_2(rope))
+    block_m, block_n, warps, stages = tile_config(
+        rows, problem.page_size, rank_pad + (rope_pad if rope else 0), query.dtype, kv_cache.dtype,
+        target_capability(problem.device),
+    )  # fmt: skip
     row_tiles = triton.cdiv(rows, block_m)
     splits = num_splits(problem, problem.batch * row_tiles, block_m, block_n)
     partial = partial_lse = None
@@ -284,8 +327,7 @@ def mla_decode(problem: Decode, out: Tensor, lse: Tensor | None = None) -> None:
             problem.cp_world, problem.cp_rank, problem.cp_interleave_size,
             *query.stride()[:3], *kv_cache.stride()[:2], *problem.block_tables.stride(), problem.seq_lens.stride(0),
             *((0, 0) if visible is None else visible.stride()), 0 if causal_seqs is None else causal_seqs.stride(0),
-            RANK=rank, RANK_PAD=max(MIN_DOT_K, triton.next_power_of_2(rank)),
-            ROPE=rope, ROPE_PAD=max(MIN_DOT_K, triton.next_power_of_2(rope)),
+            RANK=rank, ROPE=rope, RANK_PAD=rank_pad, ROPE_PAD=rope_pad,
             PAGE=problem.page_size, BLOCK_M=block_m, BLOCK_N=block_n, MIN_TILES=MIN_TILES,
             IS_CAUSAL=problem.is_causal, HAS_WINDOW=problem.window_left >= 0, HAS_VISIBLE=visible is not None,
             HAS_CP=causal_seqs is not None, HAS_LSE=lse is not None, SPLIT=splits > 1,

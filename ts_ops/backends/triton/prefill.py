@@ -24,14 +24,22 @@ from . import launch
 from .launch import LN_2
 
 OWNER_BLOCK = 256  # sequences that the search for a tile's owner compares at once
-SHARED_BYTES = {(8, 0): 166_912, (8, 7): 166_912, (9, 0): 232_448, (10, 0): 232_448, (10, 3): 232_448}
-SHARED_BYTES_ELSEWHERE = 101_376  # compute capability 8.6, 8.9 and 12.x
+MAX_DIM_QK, MAX_DIM_V = 576, 512
 MAX_BLOCK_DV = 256  # wider values are cut into blocks of this, each with a program (and scores) of its own
+
+
+def why_not(problem: Prefill) -> str | None:
+    if problem.dim_qk > MAX_DIM_QK or problem.dim_v > MAX_DIM_V:
+        return (
+            f"Triton's prefill takes head dims up to {MAX_DIM_QK} for keys and {MAX_DIM_V} for values, "
+            f"got {problem.dim_qk} and {problem.dim_v}"
+        )
+    return None
 
 
 def mla_prefill(problem: Prefill, out: Tensor, lse: Tensor | None = None) -> None:
     query, key, value = problem.query, problem.key, problem.value
-    tiles = tile_parameters(query.dtype, problem.dim_qk, problem.dim_v, _capability(problem.device))
+    tiles = tile_parameters(query.dtype, problem.dim_qk, problem.dim_v, launch.target_capability(problem.device))
     scale_log2 = problem.softmax_scale * launch.LOG2_E
     grid = (
         problem.tokens_q // tiles["BLOCK_M"] + problem.batch + 1,
@@ -56,15 +64,6 @@ def mla_prefill(problem: Prefill, out: Tensor, lse: Tensor | None = None) -> Non
 mla_prefill_lse = mla_prefill
 
 
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    """Of the tensors' GPU or, for other tensors, of the one that Triton compiles for; None under the interpreter."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device)
-    if triton.knobs.runtime.interpret:
-        return None
-    return divmod(triton.runtime.driver.active.get_current_target().arch, 10)
-
-
 @cache
 def tile_parameters(dtype: torch.dtype, dim_qk: int, dim_v: int, capability: tuple[int, int] | None) -> dict[str, int]:
     """Block sizes, warps and pipeline stages; `capability` is None for the interpreter.
@@ -78,8 +77,8 @@ def tile_parameters(dtype: torch.dtype, dim_qk: int, dim_v: int, capability: tup
     if capability is None:
         return {**blocks, "BLOCK_M": 64, "BLOCK_N": 64}
 
-    limit = SHARED_BYTES.get(capability, SHARED_BYTES_ELSEWHERE)
-    large, wide = limit >= SHARED_BYTES[9, 0], block_dv > 128
+    limit = launch.shared_bytes(capability)
+    large, wide = limit >= launch.SHARED_BYTES[9, 0], block_dv > 128
     if dtype == torch.float32:  # exact products on the plain units, which keep whole operand tiles in registers
         block_m, block_n, warps, stages = 32, 16, (8 if wide else 4), 2
     elif large and dtype == FP8:
