@@ -2,7 +2,7 @@
 
 Constructing a class reads shapes and dtypes once, checks them (see `meta/check.py`) and keeps what a kernel needs;
 `allocate()` returns the output tensors. So a fake and a kernel cannot disagree about a shape, a dtype, a stride or an
-error. Nothing here reads memory: values on the device are the business of `TS_OPS_CHECK`.
+error. Nothing here reads memory: values on the device (lengths, page ids, slots) are not checked.
 
 Shapes: B requests, H query heads, D = kv_lora_rank + rope head dim (576 for DeepSeek-R1), T tokens.
 """
