@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from .meta.contract import FP8, MATRIX, MAX_PAGE_SIZE, PAGE_SIZES
+
 
 def allocate_kv_cache(
     num_pages: int,
@@ -30,11 +32,9 @@ def allocate_kv_cache(
         ValueError: a size out of range.
         TypeError: another dtype.
     """
-    from .meta.contract import MATRIX, MAX_PAGE_SIZE
-
     if num_pages < 1:
         raise ValueError(f"num_pages must be at least 1, got {num_pages}")
-    if not 1 <= page_size <= MAX_PAGE_SIZE or MAX_PAGE_SIZE % page_size:
+    if page_size not in PAGE_SIZES:
         raise ValueError(f"page_size must be a power of two up to {MAX_PAGE_SIZE}, got {page_size}")
     if head_dim < 1:
         raise ValueError(f"head_dim must be at least 1, got {head_dim}")
@@ -67,5 +67,5 @@ def pack_query_fp8(q_latent: Tensor, q_pe: Tensor, k_scale: Tensor, *, scale_pro
         k_scale to its output (`output_scale`, or folded into the up-projection).
     """
     query = torch.cat((q_latent, q_pe), dim=-1).float() * (k_scale / scale_product)
-    limit = torch.finfo(torch.float8_e4m3fn).max
-    return query.clamp(-limit, limit).to(torch.float8_e4m3fn)
+    limit = torch.finfo(FP8).max
+    return query.clamp(-limit, limit).to(FP8)

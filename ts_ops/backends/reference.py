@@ -88,15 +88,12 @@ def mla_prefill(problem: Prefill, out: Tensor, lse: Tensor | None = None, *, acc
     out.zero_()
     if lse is not None:
         lse.fill_(-math.inf)
+    # Without reading lengths, each sequence goes over all tokens and keeps its own.
+    rows = keys = [slice(None)] * problem.batch
     if problem.device.type == "cpu":
-        cum_q, cum_kv = problem.cum_seq_lens_q.tolist(), problem.cum_seq_lens_kv.tolist()
-        for sequence in range(problem.batch):
-            rows = slice(*cum_q[sequence : sequence + 2])
-            _prefill_sequence(problem, sequence, rows, slice(*cum_kv[sequence : sequence + 2]), out, lse, accumulate)
-        return
-    # Without reading lengths, every sequence goes over all rows and keeps its own.
+        rows, keys = _slices(problem.cum_seq_lens_q), _slices(problem.cum_seq_lens_kv)
     for sequence in range(problem.batch):
-        _prefill_sequence(problem, sequence, slice(0, None), slice(0, None), out, lse, accumulate)
+        _prefill_sequence(problem, sequence, rows[sequence], keys[sequence], out, lse, accumulate)
 
 
 mla_prefill_lse = mla_prefill
@@ -129,13 +126,19 @@ def _prefill_sequence(
             lse[block] = torch.where(mine[:, None], block_lse.to(lse.dtype), lse[block])
 
 
-def _ragged(cum_seq_lens: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """For each packed token its sequence (-1 past the last) and its index there, [T]; and the lengths, [B]."""
+def _slices(cum_seq_lens: Tensor) -> list[slice]:
+    """The packed tokens of each sequence."""
+    cum = cum_seq_lens.tolist()
+    return [slice(first, end) for first, end in zip(cum, cum[1:])]
+
+
+def _ragged(cum_seq_lens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """For each packed token its sequence (-1 past the last) and its index there, both [T]."""
     token = torch.arange(tokens, device=cum_seq_lens.device)
     cum = cum_seq_lens.long()
     owner = torch.searchsorted(cum, token, right=True) - 1
     owner = torch.where(token < cum[-1], owner, -1)
-    return owner, token - cum[owner.clamp(min=0)], cum.diff()
+    return owner, token - cum[owner.clamp(min=0)]
 
 
 def _softmax(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
@@ -201,7 +204,7 @@ def mla_kv_cache_gather(problem: CacheGather, out: Tensor, *, accumulate=torch.f
     if not (problem.batch and problem.max_pages and problem.num_pages):
         out.zero_()
         return
-    owner, index, _ = _ragged(problem.cum_seq_lens, problem.total_tokens)
+    owner, index = _ragged(problem.cum_seq_lens, problem.total_tokens)
     live = owner >= 0
     request = owner.clamp(min=0)
     if problem.seq_starts is not None:

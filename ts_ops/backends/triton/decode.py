@@ -313,8 +313,9 @@ def mla_decode(problem: Decode, out: Tensor, lse: Tensor | None = None) -> None:
     splits = num_splits(problem, problem.batch * row_tiles, block_m, block_n)
     partial = partial_lse = None
     if splits > 1:
-        partial = torch.empty(problem.batch * rows * splits * (rank + 1), dtype=torch.float32, device=problem.device)
-        partial, partial_lse = partial.split((problem.batch * rows * splits * rank, problem.batch * rows * splits))
+        states = problem.rows * splits
+        partial = torch.empty(states * (rank + 1), dtype=torch.float32, device=problem.device)
+        partial, partial_lse = partial.split((states * rank, states))
     visible, causal_seqs = problem.local_visible_lens, problem.causal_seqs
     fp8 = query.dtype == FP8
     scale_log2 = problem.softmax_scale * LOG2_E
