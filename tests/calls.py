@@ -160,7 +160,6 @@ def split(op, arguments: dict) -> tuple[tuple, dict]:
     return args, {name: value for name, value in arguments.items() if name not in positional}
 
 
-
 def padded(tensor: Tensor) -> Tensor:
     """The same values, cut out of a larger tensor: odd offset, odd strides."""
     larger = torch.zeros([size + 1 for size in tensor.shape], dtype=tensor.dtype)

@@ -64,6 +64,7 @@ def test_gather_dtype(dtype):
 
 def test_half_query_over_fp8_cache():
     for dtype in (BF16, torch.float16):
+
         def make(dtype=dtype):
             call = calls.example("mla_decode_lse", dtype)
             return call | dict(kv_cache=call["kv_cache"].to(FP8))

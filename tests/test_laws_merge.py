@@ -96,7 +96,8 @@ LAYOUTS = {
     "lse_of_heads_first": lambda o, s: (o, s.transpose(1, 2).contiguous().transpose(1, 2)),
     "output_of_heads_first": lambda o, s: (o.transpose(1, 2).contiguous().transpose(1, 2), s),
     "states_innermost": lambda o, s: (
-        o.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3), s.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+        o.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3),
+        s.permute(1, 2, 0).contiguous().permute(2, 0, 1),
     ),
     "columns_of_a_wider_tensor": lambda o, s: (torch.cat((o, o), dim=-1)[..., : o.shape[-1]], s),
     "odd_row_stride": lambda o, s: (torch.cat((o, o[..., :1]), dim=-1)[..., 1:], s),

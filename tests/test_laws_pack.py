@@ -43,7 +43,9 @@ def pack(k_nope, k_pe, v, **scales):
     return key, value
 
 
-def check(k_nope, k_pe, v, **scales):
+def check(target, k_nope, k_pe, v, **scales):
+    if reason := target.refusal("mla_kv_pack_quantize_fp8", k_nope, k_pe, v, **scales):
+        pytest.skip(reason)
     for result, expected in zip(pack(k_nope, k_pe, v, **scales), oracle.pack(k_nope, k_pe, v, **scales)):
         oracle.assert_same(result, oracle.to_fp8(expected))
 
@@ -61,7 +63,7 @@ def test_any_shape(target, case, dtype):
     k_nope, v = exact_fp8(case.tokens, case.heads, case.nope) / 2, exact_fp8(case.tokens, case.heads, case.value) * 4
     k_pe = exact_fp8(case.tokens, case.rope) / 2
     k_nope, k_pe, v = (tensor.to(target.device, dtype) for tensor in (k_nope, k_pe, v))
-    check(k_nope, k_pe, v, k_scale_inv=2.0, v_scale_inv=0.25)
+    check(target, k_nope, k_pe, v, k_scale_inv=2.0, v_scale_inv=0.25)
 
 
 LAYOUTS = {
@@ -78,14 +80,14 @@ LAYOUTS = {
 def test_any_strides(target, layout):
     tensors = exact_fp8(5, 6, 128), exact_fp8(5, 64), exact_fp8(5, 6, 128)
     k_nope, v, k_pe = LAYOUTS[layout](*(tensor.to(target.device, FP16) for tensor in tensors))
-    check(k_nope, k_pe, v)
+    check(target, k_nope, k_pe, v)
 
 
 @pytest.mark.parametrize("scale", [0.037, 1.0, 7.3, -2.0])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 def test_rounds_and_saturates(target, dtype, scale):
     """Small and large values, ties, NaN and infinities."""
-    if target.name == "interpreter":
+    if target.device == "cpu" and target.backend != "reference":
         pytest.skip("the interpreter rounds fp8 wrongly")
     spread = torch.logspace(-5, 4, 64)[:, None, None]
     k_nope, v = torch.randn(64, 4, 128) * spread, torch.randn(64, 4, 128) * spread
@@ -95,7 +97,7 @@ def test_rounds_and_saturates(target, dtype, scale):
     for tensor in (k_nope, v, k_pe):
         tensor[0, ..., :5] = torch.tensor([math.nan, math.inf, -math.inf, 6e4, -6e4])
     k_nope, k_pe, v = (tensor.to(target.device, dtype) for tensor in (k_nope, k_pe, v))
-    check(k_nope, k_pe, v, k_scale_inv=scale, v_scale_inv=1 / scale)
+    check(target, k_nope, k_pe, v, k_scale_inv=scale, v_scale_inv=1 / scale)
 
 
 def test_no_tokens(target):

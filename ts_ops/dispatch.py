@@ -16,11 +16,12 @@ from types import ModuleType
 
 import torch
 
+from .check import Guard, guarded
 from .meta.call import functional, out_variant
 from .meta.schema import LIBRARY, NAMESPACE, OPERATORS
 
-BACKENDS = ("triton", "reference")
-PREFERENCE = {"cuda": ("triton",), "cpu": ("reference",)}
+BACKENDS = ("tokenspeed", "triton", "reference")
+PREFERENCE = {"cuda": ("tokenspeed", "triton"), "cpu": ("reference",)}
 DISPATCH_KEYS = ("CPU", "CUDA")
 
 log = logging.getLogger("ts_ops")
@@ -67,31 +68,58 @@ def _use(name: str) -> Iterator[None]:
 
 def why_not(operator: str, problem) -> dict[str, str | None]:
     """For each backend: None if it can serve this checked problem, else the reason why not."""
-    return {name: _objection(name, operator, problem) for name in BACKENDS}
+    return {name: objection(name, operator, problem) for name in BACKENDS}
 
 
 def serve(operator: str, problem, outputs: tuple[torch.Tensor, ...]) -> None:
     """Fill `outputs` with the first backend that can; nothing to do where there are no rows."""
     if problem.rows == 0:
         return
-    forced = _forced.name or _environment
-    for name, backend in _candidates(problem.device, forced):
-        if backend.why_not(operator, problem) is None:
-            if (name, operator, problem.device) not in _announced:
-                _announce(name, operator, problem, forced)
-            getattr(backend, operator)(problem, *outputs)
-            return
-    raise RuntimeError(_refusal(operator, problem, forced))
+    chosen = _choose(operator, problem)
+    if chosen is None:
+        raise RuntimeError(_refusal(operator, problem, forced()))
+    name, backend = chosen
+    if (name, operator, problem.device) not in _announced:
+        _announce(name, operator, problem, forced())
+    getattr(backend, operator)(problem, *outputs)
+
+
+def choice(operator: str, problem) -> str | None:
+    """The backend that serves this checked problem, None if none does."""
+    chosen = _choose(operator, problem)
+    return chosen and chosen[0]
+
+
+def forced() -> str | None:
+    """The backend that `use_backend` or the environment forces in this thread."""
+    return _forced.name or _environment
+
+
+def compiled(device: torch.device) -> dict[str, int]:
+    """How many variants of each kernel are compiled for `device`, by "backend:kernel"."""
+    counts = {}
+    for name, backend in _candidates(device, forced()):
+        if count := getattr(backend, "compiled", None):
+            counts |= {f"{name}:{kernel}": variants for kernel, variants in count(device).items()}
+    return counts
+
+
+def _choose(operator: str, problem) -> tuple[str, ModuleType | Guard] | None:
+    for candidate in _candidates(problem.device, _forced.name or _environment):
+        if candidate[1].why_not(operator, problem) is None:
+            return candidate
+    return None
 
 
 @cache
-def _candidates(device: torch.device, forced: str | None) -> tuple[tuple[str, ModuleType], ...]:
-    """The backends to ask on this device, in order: those that can run on it at all."""
+def _candidates(device: torch.device, forced: str | None) -> tuple[tuple[str, ModuleType | Guard], ...]:
+    """The backends to ask on this device, in order: those that can run on it at all. Guarded if TS_OPS_CHECK=1."""
     names = (forced,) if forced else PREFERENCE[device.type]
-    return tuple((name, _backend(name)) for name in names if _backend(name).unavailable(device) is None)
+    return tuple((name, guarded(name, _backend(name))) for name in names if _backend(name).unavailable(device) is None)
 
 
-def _objection(name: str, operator: str, problem) -> str | None:
+def objection(name: str, operator: str, problem) -> str | None:
+    """Why this backend cannot serve this checked problem; None if it can."""
     backend = _backend(name)
     return backend.unavailable(problem.device) or backend.why_not(operator, problem)
 
@@ -106,14 +134,14 @@ def _announce(name: str, operator: str, problem, forced: str | None) -> None:
     _announced.add((name, operator, problem.device))
     order = PREFERENCE[problem.device.type]
     passed_over = () if forced else order[: order.index(name)]
-    why = "; ".join(f"not {other}: {_objection(other, operator, problem)}" for other in passed_over)
+    why = "; ".join(f"not {other}: {objection(other, operator, problem)}" for other in passed_over)
     log.info("%s.%s on %s is served by %s (%s)", NAMESPACE, operator, problem.device, name,
              "it was forced" if forced else why or "first choice")  # fmt: skip
 
 
 def _refusal(operator: str, problem, forced: str | None) -> str:
     if forced:
-        reason = _objection(forced, operator, problem)
+        reason = objection(forced, operator, problem)
         return f"{NAMESPACE}::{operator}: the forced backend cannot serve this call. {forced}: {reason}"
     listed = " ".join(
         f"{name}: {reason or 'serves only when forced with ts_ops.use_backend'}."
