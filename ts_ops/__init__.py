@@ -17,6 +17,7 @@ from .ops import (
     mla_prefill,
     mla_prefill_lse,
 )
+from .warmup import warmup
 from .workspace import workspace_bound
 
 __version__ = "0.1.0"
@@ -35,6 +36,7 @@ __all__ = [
     "mla_prefill_lse",
     "pack_query_fp8",
     "use_backend",
+    "warmup",
     "workspace_bound",
 ]
 
