@@ -17,7 +17,7 @@ except ImportError:
     _MISSING = "the package triton is not installed: pip install 'triton>=3.6'"
 else:
     _MISSING = None
-    from . import decode, prefill
+    from . import decode, launch, prefill
     from .cache import mla_kv_cache_gather, mla_kv_cache_write  # noqa: F401
     from .decode import mla_decode, mla_decode_lse  # noqa: F401
     from .merge import merge_attn_states, merge_attn_states_n  # noqa: F401
@@ -41,10 +41,28 @@ def why_not(operator: str, problem) -> str | None:
     """Triton serves every checked problem, except dims beyond its tiles, and FP8 where the GPU has none."""
     if not _has_fp8(problem.device) and FP8 in problem.dtypes:
         return f"FP8 needs compute capability 8.9, and {problem.device} has less"
+    if type(problem) is Decode and (problem.query.dtype, problem.kv_cache.dtype) == (torch.bfloat16, FP8):
+        if _lacks_bf16_conversion(problem.device):
+            return "a BF16 query over an FP8 cache needs capability 9.0 or Triton 3.7: pip install 'triton>=3.7'"
     limits = LIMITS.get(type(problem))
     return limits(problem) if limits else None
+
+
+def compiled(device: torch.device) -> dict[str, int]:
+    """Compiled variants of each kernel that this process holds for `device`; {} where Triton compiles nothing."""
+    if _MISSING or INTERPRETED or device.type != "cuda":
+        return {}
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return {name: kernel.compiled(index) for name, kernel in launch.KERNELS.items()}
 
 
 @functools.cache
 def _has_fp8(device: torch.device) -> bool:
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+
+
+@functools.cache
+def _lacks_bf16_conversion(device: torch.device) -> bool:
+    """Triton 3.6 converts FP16 to BF16 with an instruction that came with compute capability 9.0."""
+    old = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+    return old and device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0)

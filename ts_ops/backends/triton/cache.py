@@ -13,13 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ...meta.contract import CacheGather, CacheWrite
-from .launch import OPTIONS, on_device
+from .launch import OPTIONS, kernel, on_device, row_strides
 from .rows import body_and_tail, load_rows, saturate, store_rows, tile_height
 
 WRITE_ELEMENTS = 2048  # of kv_c that a program holds: 4 tokens of rank 512
 GATHER_BYTES = 16384  # of cache or result, the wider of the two, that a program holds: 16 tokens of 576 in bf16
 NUM_WARPS = 4
-# Left alone, ptxas aims for 48 registers in some variants and spills two. With 64 the SM still holds 8 programs.
+# Left alone, ptxas aims for 48 registers in some variants and spills two. With 64 the SM still holds 8 programs. The
+# general variant, with an address for each element, needs more.
 GATHER_MAX_REGISTERS = 64
 
 
@@ -36,14 +37,10 @@ def _convert(values, scale, dtype: tl.constexpr):
     return values.to(dtype)
 
 
-# What varies from call to call must not select another compiled variant.
-@triton.jit(
-    do_not_specialize=["slot_stride", "slots", "tokens"],
-    do_not_specialize_on_alignment=["slot_mapping", "k_scale"],
-)
+@kernel(wide=["kv_cache", "page_stride", "token_stride", "kv_c", "kv_c_stride", "k_pe", "k_pe_stride"])
 def _write_kernel(
-    kv_cache, page_stride, token_stride, kv_c, kv_c_stride, k_pe, k_pe_stride, slot_mapping, slot_stride, k_scale,
-    slots, tokens,
+    kv_cache, page_stride: tl.int64, token_stride: tl.int64, kv_c, kv_c_stride: tl.int64, k_pe, k_pe_stride: tl.int64,
+    slot_mapping, slot_stride: tl.int64, k_scale, slots: tl.int64, tokens: tl.int64,
     PAGE_SIZE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
     RANK_PAD: tl.constexpr, ROPE_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
@@ -70,8 +67,9 @@ def mla_kv_cache_write(problem: CacheWrite) -> None:
     rank_pad = triton.next_power_of_2(problem.kv_lora_rank)
     block_t = tile_height(WRITE_ELEMENTS, rank_pad)
     with on_device(problem.device):
-        _write_kernel[(triton.cdiv(problem.rows, block_t),)](
-            cache, cache.stride(0), cache.stride(1), kv_c, kv_c.stride(0), k_pe, k_pe.stride(0),
+        _write_kernel.launch(
+            (triton.cdiv(problem.rows, block_t),),
+            cache, *row_strides(cache), kv_c, *row_strides(kv_c), k_pe, *row_strides(k_pe),
             slot_mapping, slot_mapping.stride(0), problem.k_scale,
             cache.shape[0] * problem.page_size, problem.rows,
             PAGE_SIZE=problem.page_size, RANK=problem.kv_lora_rank, ROPE=problem.rope_dim,
@@ -104,16 +102,12 @@ def _dequantise(values, scale, live, dtype: tl.constexpr):
     return values.to(dtype)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "table_row_stride", "table_stride", "cum_stride", "start_stride", "batch", "steps", "max_pages", "num_pages",
-        "tokens",
-    ],
-    do_not_specialize_on_alignment=["block_tables", "cum_seq_lens", "seq_starts", "k_scale"],
-)  # fmt: skip
+@kernel(wide=["kv_cache", "page_stride", "token_stride", "out"])
 def _gather_kernel(
-    kv_cache, page_stride, token_stride, block_tables, table_row_stride, table_stride, cum_seq_lens, cum_stride,
-    seq_starts, start_stride, k_scale, out, batch, steps, max_pages, num_pages, tokens,
+    kv_cache, page_stride: tl.int64, token_stride: tl.int64,
+    block_tables, table_row_stride: tl.int64, table_stride: tl.int64, cum_seq_lens, cum_stride: tl.int64,
+    seq_starts, start_stride: tl.int64, k_scale, out,
+    batch: tl.int32, steps: tl.int32, max_pages: tl.int32, num_pages: tl.int32, tokens: tl.int64,
     PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, BODY: tl.constexpr, TAIL: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -150,11 +144,12 @@ def mla_kv_cache_gather(problem: CacheGather, out: Tensor) -> None:
     body, tail = body_and_tail(problem.head_dim)
     block_t = tile_height(GATHER_BYTES, body * max(cache.element_size(), out.element_size()))
     with on_device(problem.device):
-        _gather_kernel[(triton.cdiv(problem.total_tokens, block_t),)](
-            cache, cache.stride(0), cache.stride(1), table, *table.stride(), cum, cum.stride(0),
+        _gather_kernel.launch(
+            (triton.cdiv(problem.total_tokens, block_t),),
+            cache, *row_strides(cache), table, *table.stride(), cum, cum.stride(0),
             starts, 0 if starts is None else starts.stride(0), problem.k_scale, out,
             problem.batch, max(problem.batch - 1, 0).bit_length(), problem.max_pages, problem.num_pages,
             problem.total_tokens,
             PAGE_SIZE=problem.page_size, DIM=problem.head_dim, BODY=body, TAIL=tail, BLOCK_T=block_t,
-            num_warps=NUM_WARPS, maxnreg=GATHER_MAX_REGISTERS, **OPTIONS,
+            num_warps=NUM_WARPS, maxnreg=GATHER_MAX_REGISTERS, general={"maxnreg": None}, **OPTIONS,
         )  # fmt: skip

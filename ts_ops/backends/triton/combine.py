@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import LN_2, OPTIONS
+from .launch import LN_2, OPTIONS, kernel
 
 
-@triton.jit
+@kernel(wide=["partial", "out"])
 def _combine_kernel(
-    partial, partial_lse, out, lse, num_splits, output_scale,
+    partial, partial_lse, out, lse, num_splits: tl.int32, output_scale: tl.float32,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS_PAD: tl.constexpr, CHUNK: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     column_tiles: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D
@@ -54,7 +54,8 @@ def combine_splits(
     rows = out.numel() // dim
     block_d = min(128, max(16, triton.next_power_of_2(dim)))
     splits_pad = triton.next_power_of_2(splits)
-    _combine_kernel[(rows * triton.cdiv(dim, block_d),)](
+    _combine_kernel.launch(
+        (rows * triton.cdiv(dim, block_d),),
         partial, partial_lse, out, lse, splits, output_scale,
         DIM=dim, BLOCK_D=block_d, SPLITS_PAD=splits_pad, CHUNK=min(32, splits_pad), HAS_LSE=lse is not None,
         num_warps=4, **OPTIONS,

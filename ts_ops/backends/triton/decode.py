@@ -19,7 +19,17 @@ from torch import Tensor
 from ...meta.contract import FP8, Decode
 from ...workspace import max_splits, sm_count
 from .combine import combine_splits
-from .launch import LN_2, LOG2_E, OPTIONS, on_device, shared_bytes, target_capability
+from .launch import (
+    GENERAL_BLOCK_N,
+    LN_2,
+    LOG2_E,
+    OPTIONS,
+    kernel,
+    on_device,
+    row_strides,
+    shared_bytes,
+    target_capability,
+)
 
 MIN_TILES = 2  # a split of fewer key tiles costs more in the combine than it saves
 MAX_SPLITS = 128
@@ -51,7 +61,6 @@ def visible_range(
         if HAS_CP:
             bound = tl.load(causal_seqs + batch * stride_causal) - (q_len - 1) + row
             bound = tl.maximum(bound, 0).to(tl.int64)
-            # tl.cast, for an argument that is 1 arrives as a constant, which has no method `to`.
             cycle = tl.cast(cp_interleave, tl.int64) * cp_world
             in_cycle = bound % cycle - tl.cast(cp_rank, tl.int64) * cp_interleave
             held = bound // cycle * cp_interleave + tl.minimum(tl.maximum(in_cycle, 0), cp_interleave)
@@ -84,7 +93,7 @@ def _attend(
     stride_page, stride_token, stride_table_p,
     RANK: tl.constexpr, ROPE: tl.constexpr, RANK_PAD: tl.constexpr, ROPE_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, QK_DTYPE: tl.constexpr, PV_DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr, SCALE_AFTER_MAX: tl.constexpr, WIDE_TOKENS: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys into the running (acc, peak, total). Not MASKED: every row sees every key of it."""
     column = tl.arange(0, RANK_PAD)
@@ -99,28 +108,26 @@ def _attend(
     else:
         page = tl.load(table + key // PAGE * stride_table_p, mask=key_live, other=0).to(tl.int64)
     offset = key % PAGE
-    if WIDE_TOKENS:
-        offset = offset.to(tl.int64)
     key_row = kv_cache + page * stride_page + offset * stride_token
     latent = _load_columns(key_row, key_live, column, RANK, RANK_PAD, MASKED)
     scores = tl.dot(q, tl.trans(latent.to(QK_DTYPE)), input_precision=PRECISION)
     if ROPE > 0:
         rope = _load_columns(key_row + RANK, key_live, rope_column, ROPE, ROPE_PAD, MASKED)
         scores = tl.dot(q_rope, tl.trans(rope.to(QK_DTYPE)), acc=scores, input_precision=PRECISION)
-    if not SCALE_AFTER_MAX:
+    if not ALIGNED:
         scores = scores * scale_log2
     if MASKED:
         seen = key[None, :] < high[:, None]
         if HAS_WINDOW:
             seen &= key[None, :] >= low[:, None]
         scores = tl.where(seen, scores, float("-inf"))
-    if SCALE_AFTER_MAX:
+    if ALIGNED:
         new_peak = tl.maximum(peak, tl.max(scores, axis=1) * scale_log2)
     else:
         new_peak = tl.maximum(peak, tl.max(scores, axis=1))
     shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     rescale = tl.exp2(peak - shift)
-    if SCALE_AFTER_MAX:
+    if ALIGNED:
         weight = tl.exp2(scores * scale_log2 - shift[:, None])
     else:
         weight = tl.exp2(scores - shift[:, None])
@@ -130,28 +137,29 @@ def _attend(
     return acc, new_peak, total
 
 
-# What varies from call to call must not select another compiled variant. Strides of rows do, for the width of loads, as
-# does the head count, which a model does not change.
-@triton.jit(
-    do_not_specialize=[
-        "q_len", "max_pages", "num_splits", "window", "cp_world", "cp_rank", "cp_interleave", "stride_table_b",
-        "stride_lens", "stride_visible_b", "stride_visible_q", "stride_causal",
+@kernel(
+    wide=[
+        "query", "stride_query_b", "stride_query_q", "stride_query_h", "kv_cache", "stride_page", "stride_token", "out",
     ],
-    do_not_specialize_on_alignment=[
-        "block_tables", "seq_lens", "visible_lens", "causal_seqs", "lse", "partial_lse",
-    ],
+    model=["heads"],
 )  # fmt: skip
 def _decode_kernel(
-    query, kv_cache, block_tables, seq_lens, visible_lens, causal_seqs, out, lse, partial, partial_lse,
-    scale_log2, output_scale, q_len, heads, max_pages, num_splits, window, cp_world, cp_rank, cp_interleave,
-    stride_query_b, stride_query_q, stride_query_h, stride_page, stride_token, stride_table_b, stride_table_p,
-    stride_lens, stride_visible_b, stride_visible_q, stride_causal,
+    query, kv_cache, block_tables, seq_lens, visible_lens, causal_seqs, out, lse,
+    scale_log2: tl.float32, output_scale: tl.float32, q_len: tl.int32, heads: tl.int32, max_pages: tl.int32,
+    num_splits: tl.int32, window: tl.int32, cp_world: tl.int64, cp_rank: tl.int64, cp_interleave: tl.int64,
+    stride_query_b: tl.int64, stride_query_q: tl.int64, stride_query_h: tl.int64,
+    stride_page: tl.int64, stride_token: tl.int64, stride_table_b: tl.int64, stride_table_p: tl.int64,
+    stride_lens: tl.int64, stride_visible_b: tl.int64, stride_visible_q: tl.int64, stride_causal: tl.int64,
     RANK: tl.constexpr, ROPE: tl.constexpr, RANK_PAD: tl.constexpr, ROPE_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_VISIBLE: tl.constexpr, HAS_CP: tl.constexpr,
     HAS_LSE: tl.constexpr, SPLIT: tl.constexpr, QK_DTYPE: tl.constexpr, PV_DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr, SCALE_AFTER_MAX: tl.constexpr, WIDE_TOKENS: tl.constexpr, PEEL: tl.constexpr,
+    PRECISION: tl.constexpr, PEEL: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
+    # ALIGNED also says that a block table's row is dense, that a page's tokens lie within 2^31 elements, and that the
+    # scale is a normal positive number, which can be applied after the max; 0 * -inf or a change of sign cannot.
+    if ALIGNED:
+        stride_table_p = 1
     rows = q_len * heads
     row_tiles = tl.cdiv(rows, BLOCK_M)
     # Row tiles of one split are neighbours: they read the same keys at the same time, once from memory.
@@ -207,14 +215,14 @@ def _decode_kernel(
             acc, peak, total = _attend(
                 acc, peak, total, q, q_rope, tile, kv_cache, table, low, high, first_key, end_key, scale_log2,
                 stride_page, stride_token, stride_table_p, RANK, ROPE, RANK_PAD, ROPE_PAD, PAGE, BLOCK_N,
-                HAS_WINDOW, QK_DTYPE, PV_DTYPE, PRECISION, SCALE_AFTER_MAX, WIDE_TOKENS, True,
+                HAS_WINDOW, QK_DTYPE, PV_DTYPE, PRECISION, ALIGNED, True,
             )  # fmt: skip
         if PEEL:
             for tile in range(bulk, bulk + bulk_tiles):
                 acc, peak, total = _attend(
                     acc, peak, total, q, q_rope, tile, kv_cache, table, low, high, first_key, end_key, scale_log2,
                     stride_page, stride_token, stride_table_p, RANK, ROPE, RANK_PAD, ROPE_PAD, PAGE, BLOCK_N,
-                    HAS_WINDOW, QK_DTYPE, PV_DTYPE, PRECISION, SCALE_AFTER_MAX, WIDE_TOKENS, False,
+                    HAS_WINDOW, QK_DTYPE, PV_DTYPE, PRECISION, ALIGNED, False,
                 )  # fmt: skip
 
     empty = total == 0.0
@@ -226,10 +234,10 @@ def _decode_kernel(
     flat_row = batch * rows + row
     if SPLIT:
         slot = flat_row * num_splits + split
-        tl.store(partial_lse + slot, row_lse, mask=row_live)
+        tl.store(lse + slot, row_lse, mask=row_live)
         # A split without keys leaves its partial unwritten; the combine skips it by its LSE.
         if begin < end:
-            tl.store(partial + slot[:, None] * RANK + column[None, :], acc, mask=store_mask)
+            tl.store(out + slot[:, None] * RANK + column[None, :], acc, mask=store_mask)
     else:
         value = (acc * output_scale).to(out.dtype.element_ty)
         tl.store(out + flat_row[:, None] * RANK + column[None, :], value, mask=store_mask)
@@ -311,33 +319,40 @@ def mla_decode(problem: Decode, out: Tensor, lse: Tensor | None = None) -> None:
     )  # fmt: skip
     row_tiles = triton.cdiv(rows, block_m)
     splits = num_splits(problem, problem.batch * row_tiles, block_m, block_n)
-    partial = partial_lse = None
+    partial, partial_lse = out, lse
     if splits > 1:
         states = problem.rows * splits
-        partial = torch.empty(states * (rank + 1), dtype=torch.float32, device=problem.device)
-        partial, partial_lse = partial.split((states * rank, states))
-    visible, causal_seqs = problem.local_visible_lens, problem.causal_seqs
+        scratch = torch.empty(states * (rank + 1), dtype=torch.float32, device=problem.device)
+        partial, partial_lse = scratch.split((states * rank, states))
+    tables, visible, causal_seqs = problem.block_tables, problem.local_visible_lens, problem.causal_seqs
     fp8 = query.dtype == FP8
     scale_log2 = problem.softmax_scale * LOG2_E
+    page_stride, token_stride = row_strides(kv_cache)
+    table_strides = tables.stride()
+    usual = (
+        scale_log2 >= SMALLEST_NORMAL
+        and (table_strides[1] == 1 or problem.max_pages <= 1)
+        and problem.page_size * token_stride < 2**31
+    )
     with on_device(problem.device):
-        _decode_kernel[(problem.batch * splits * row_tiles,)](
-            query, kv_cache, problem.block_tables, problem.seq_lens, visible, causal_seqs,
-            out, lse, partial, partial_lse,
+        _decode_kernel.launch(
+            (problem.batch * splits * row_tiles,),
+            query, kv_cache, tables, problem.seq_lens, visible, causal_seqs, partial, partial_lse,
             scale_log2, problem.output_scale, problem.q_len, problem.heads, problem.max_pages, splits,
             min(problem.window_left, problem.capacity + problem.q_len),
             problem.cp_world, problem.cp_rank, problem.cp_interleave_size,
-            *query.stride()[:3], *kv_cache.stride()[:2], *problem.block_tables.stride(), problem.seq_lens.stride(0),
+            *row_strides(query), page_stride, token_stride, *table_strides, problem.seq_lens.stride(0),
             *((0, 0) if visible is None else visible.stride()), 0 if causal_seqs is None else causal_seqs.stride(0),
             RANK=rank, ROPE=rope, RANK_PAD=rank_pad, ROPE_PAD=rope_pad,
             PAGE=problem.page_size, BLOCK_M=block_m, BLOCK_N=block_n, MIN_TILES=MIN_TILES,
             IS_CAUSAL=problem.is_causal, HAS_WINDOW=problem.window_left >= 0, HAS_VISIBLE=visible is not None,
-            HAS_CP=causal_seqs is not None, HAS_LSE=lse is not None, SPLIT=splits > 1,
+            HAS_CP=causal_seqs is not None, HAS_LSE=partial_lse is not None, SPLIT=splits > 1,
             QK_DTYPE=TRITON_DTYPES[query.dtype], PV_DTYPE=TRITON_DTYPES[torch.float16 if fp8 else query.dtype],
-            PRECISION="ieee", SCALE_AFTER_MAX=scale_log2 >= SMALLEST_NORMAL,
-            WIDE_TOKENS=problem.page_size * kv_cache.stride(1) >= 2**31,  # a page's tokens need 64-bit offsets too
+            PRECISION="ieee",
             # A second loop pays where memory is the bound; the registers of a large tile do not stretch to it.
             PEEL=block_m < 64,
             num_warps=warps, num_stages=stages, **OPTIONS,
+            aligned_if=usual, general={"BLOCK_N": min(block_n, GENERAL_BLOCK_N), "num_warps": 8},
         )  # fmt: skip
         if splits > 1:
             combine_splits(partial, partial_lse, out, lse, splits, problem.output_scale)

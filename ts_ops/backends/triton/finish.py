@@ -2,7 +2,7 @@
 
 Before a causal prefill: `separate_empty_rows`, so that no query tile is without keys. Before a decode whose bound the
 kernel cannot express: `visible_lens`. After either: `finish_decode` and `finish_prefill`, which write the rows that see
-no key and convert the LSE. They move a few bytes a row, so nothing in them is specialised on a value or an alignment.
+no key and convert the LSE. They move a few bytes a row, so no load of theirs needs to be wide.
 """
 
 import triton
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...meta.contract import Decode, Prefill
 from .decode import visible_range
-from .launch import LN_2, OPTIONS, on_device
+from .launch import LN_2, OPTIONS, kernel, on_device
 
 CHUNK = 1024  # elements that a program writes at a time
 FINISH_TOKENS = 16  # prefill tokens of a program
@@ -51,13 +51,10 @@ def _bounds(
     return tl.max(low, axis=0), tl.max(high, axis=0)
 
 
-VARYING = ["stride_lens", "stride_causal", "q_len", "capacity", "window", "cp_world", "cp_rank", "cp_interleave"]
-POINTERS = ["seq_lens", "causal_seqs"]
-
-
-@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=[*POINTERS, "lens"])
+@kernel(wide=[])
 def _visible_lens_kernel(
-    lens, seq_lens, stride_lens, causal_seqs, stride_causal, q_len, capacity, window, cp_world, cp_rank, cp_interleave,
+    lens, seq_lens, stride_lens: tl.int64, causal_seqs, stride_causal: tl.int64, q_len: tl.int32, capacity: tl.int32,
+    window: tl.int32, cp_world: tl.int64, cp_rank: tl.int64, cp_interleave: tl.int64,
     IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -72,14 +69,17 @@ def visible_lens(problem: Decode) -> Tensor:
     """Law 3's upper bounds of a problem without window, [B, q_len] int32."""
     lens = problem.seq_lens.new_empty(problem.batch, problem.q_len)
     with on_device(problem.device):
-        _visible_lens_kernel[(lens.numel(),)](lens, *_positions(problem), **_flags(problem), num_warps=1, **OPTIONS)
+        _visible_lens_kernel.launch(
+            (lens.numel(),), lens, *_positions(problem), **_flags(problem), num_warps=1, **OPTIONS
+        )
     return lens
 
 
-@triton.jit(do_not_specialize=[*VARYING, "heads"], do_not_specialize_on_alignment=[*POINTERS, "out", "lse", "log2_lse"])
+@kernel(wide=[])
 def _finish_decode_kernel(
-    out, lse, log2_lse, heads,
-    seq_lens, stride_lens, causal_seqs, stride_causal, q_len, capacity, window, cp_world, cp_rank, cp_interleave,
+    out, lse, log2_lse, heads: tl.int32, seq_lens, stride_lens: tl.int64, causal_seqs, stride_causal: tl.int64,
+    q_len: tl.int32, capacity: tl.int32, window: tl.int32,
+    cp_world: tl.int64, cp_rank: tl.int64, cp_interleave: tl.int64,
     RANK: tl.constexpr, MAX_HEADS: tl.constexpr, BLOCK: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CP: tl.constexpr,
 ):  # fmt: skip
@@ -103,18 +103,19 @@ def _finish_decode_kernel(
 def finish_decode(problem: Decode, out: Tensor, lse: Tensor | None, log2_lse: Tensor | None) -> None:
     """(0, -inf) in the rows that see no key, and the natural log in the others'. Tensors are [B, q_len, H, ...]."""
     with on_device(problem.device):
-        _finish_decode_kernel[(problem.batch * problem.q_len,)](
+        _finish_decode_kernel.launch(
+            (problem.batch * problem.q_len,),
             out, lse, log2_lse, problem.heads, *_positions(problem), **_flags(problem),
             RANK=problem.kv_lora_rank, MAX_HEADS=triton.next_power_of_2(problem.heads), BLOCK=CHUNK,
             num_warps=4, **OPTIONS,
         )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=["cum_q_stride", "cum_kv_stride", "batch"],
-    do_not_specialize_on_alignment=["cum_q", "cum_kv", "split_q", "split_kv"],
-)
-def _separate_kernel(cum_q, cum_q_stride, cum_kv, cum_kv_stride, split_q, split_kv, batch, BLOCK: tl.constexpr):
+@kernel(wide=[])
+def _separate_kernel(
+    cum_q, cum_q_stride: tl.int64, cum_kv, cum_kv_stride: tl.int64, split_q, split_kv, batch: tl.int32,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     sequence = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = sequence <= batch
     inside = sequence < batch
@@ -139,18 +140,17 @@ def separate_empty_rows(problem: Prefill) -> tuple[Tensor, Tensor]:
     split_q, split_kv = (problem.cum_seq_lens_q.new_empty(2 * batch + 1) for _ in range(2))
     cum_q, cum_kv = problem.cum_seq_lens_q, problem.cum_seq_lens_kv
     with on_device(problem.device):
-        _separate_kernel[(triton.cdiv(batch + 1, CHUNK),)](
-            cum_q, cum_q.stride(0), cum_kv, cum_kv.stride(0), split_q, split_kv, batch, BLOCK=CHUNK, **OPTIONS
-        )
+        _separate_kernel.launch(
+            (triton.cdiv(batch + 1, CHUNK),),
+            cum_q, cum_q.stride(0), cum_kv, cum_kv.stride(0), split_q, split_kv, batch,
+            BLOCK=CHUNK, **OPTIONS,
+        )  # fmt: skip
     return split_q, split_kv
 
 
-@triton.jit(
-    do_not_specialize=["cum_q_stride", "batch", "tokens", "heads"],
-    do_not_specialize_on_alignment=["out", "lse", "kernel_lse", "cum_q"],
-)
+@kernel(wide=[])
 def _finish_prefill_kernel(
-    out, lse, kernel_lse, cum_q, cum_q_stride, batch, tokens, heads,
+    out, lse, kernel_lse, cum_q, cum_q_stride: tl.int64, batch: tl.int32, tokens: tl.int64, heads: tl.int32,
     DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * BLOCK_T
@@ -170,7 +170,8 @@ def finish_prefill(problem: Prefill, out: Tensor, lse: Tensor | None, kernel_lse
     """(0, -inf) in the rows past the last sequence; the kernel's LSE in the others'."""
     cum_q = problem.cum_seq_lens_q
     with on_device(problem.device):
-        _finish_prefill_kernel[(triton.cdiv(problem.tokens_q, FINISH_TOKENS),)](
+        _finish_prefill_kernel.launch(
+            (triton.cdiv(problem.tokens_q, FINISH_TOKENS),),
             out, lse, kernel_lse, cum_q, cum_q.stride(0), problem.batch, problem.tokens_q, problem.heads,
             DIM=problem.dim_v, BLOCK_T=FINISH_TOKENS, BLOCK=CHUNK, **OPTIONS,
         )  # fmt: skip

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...meta.contract import Merge, MergeN
-from .launch import OPTIONS, on_device
+from .launch import OPTIONS, kernel, on_device, row_strides
 from .rows import body_and_tail, load_rows, store_rows, tile_height, tile_rows, token_and_head_tile
 
 TILE_BYTES = 8192  # of a side's rows that a program holds: 64 bytes a thread
@@ -36,15 +36,11 @@ def _weighted_sum(prefix, prefix_weight, prefix_empty, suffix, suffix_weight, su
     return prefix + tl.where(suffix_empty[:, None], 0.0, suffix.to(tl.float32) * suffix_weight[:, None])
 
 
-# What varies from call to call (tokens, the strides of a transposed LSE) must not select another compiled variant.
-@triton.jit(
-    do_not_specialize=["tokens", "heads", "prefix_lse_t", "prefix_lse_h", "suffix_lse_t", "suffix_lse_h"],
-    do_not_specialize_on_alignment=["prefix_lse", "suffix_lse", "lse"],
-)
+@kernel(wide=["prefix", "prefix_t", "prefix_h", "suffix", "suffix_t", "suffix_h", "out"])
 def _merge_kernel(
-    prefix, prefix_t, prefix_h, prefix_lse, prefix_lse_t, prefix_lse_h,
-    suffix, suffix_t, suffix_h, suffix_lse, suffix_lse_t, suffix_lse_h,
-    out, lse, tokens, heads,
+    prefix, prefix_t: tl.int64, prefix_h: tl.int64, prefix_lse, prefix_lse_t: tl.int64, prefix_lse_h: tl.int64,
+    suffix, suffix_t: tl.int64, suffix_h: tl.int64, suffix_lse, suffix_lse_t: tl.int64, suffix_lse_h: tl.int64,
+    out, lse, tokens: tl.int64, heads: tl.int32,
     DIM: tl.constexpr, BODY: tl.constexpr, TAIL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     token, head, live = tile_rows(tokens, heads, BLOCK_T, BLOCK_H)
@@ -88,9 +84,10 @@ def merge_attn_states(problem: Merge, out: Tensor, lse: Tensor) -> None:
         problem.prefix_output, problem.prefix_lse, problem.suffix_output, problem.suffix_lse
     )  # fmt: skip
     with on_device(problem.device):
-        _merge_kernel[grid](
-            prefix, prefix.stride(0), prefix.stride(1), prefix_lse, *prefix_lse.stride(),
-            suffix, suffix.stride(0), suffix.stride(1), suffix_lse, *suffix_lse.stride(),
+        _merge_kernel.launch(
+            grid,
+            prefix, *row_strides(prefix), prefix_lse, *prefix_lse.stride(),
+            suffix, *row_strides(suffix), suffix_lse, *suffix_lse.stride(),
             out, lse, problem.tokens, problem.heads,
             DIM=problem.dim, BODY=body, TAIL=tail, BLOCK_T=block_t, BLOCK_H=block_h,
             num_warps=NUM_WARPS, **OPTIONS,
@@ -105,12 +102,11 @@ def _load_log(lses, lses_n, state, states, live):
     return _finite(logs)
 
 
-@triton.jit(
-    do_not_specialize=["states", "tokens", "heads", "lses_n", "lses_t", "lses_h"],
-    do_not_specialize_on_alignment=["lses", "lse"],
-)
+@kernel(wide=["outputs", "outputs_n", "outputs_t", "outputs_h", "out"])
 def _merge_n_kernel(
-    outputs, outputs_n, outputs_t, outputs_h, lses, lses_n, lses_t, lses_h, out, lse, states, tokens, heads,
+    outputs, outputs_n: tl.int64, outputs_t: tl.int64, outputs_h: tl.int64,
+    lses, lses_n: tl.int64, lses_t: tl.int64, lses_h: tl.int64,
+    out, lse, states: tl.int32, tokens: tl.int64, heads: tl.int32,
     DIM: tl.constexpr, BODY: tl.constexpr, TAIL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
     CHUNK_N: tl.constexpr,
 ):  # fmt: skip
@@ -165,8 +161,9 @@ def merge_attn_states_n(problem: MergeN, out: Tensor, lse: Tensor) -> None:
     block_t, block_h = token_and_head_tile(rows, problem.heads)
     grid = (triton.cdiv(problem.tokens, block_t) * (problem.heads // block_h),)
     with on_device(problem.device):
-        _merge_n_kernel[grid](
-            problem.outputs, *problem.outputs.stride()[:3], problem.lses, *problem.lses.stride(),
+        _merge_n_kernel.launch(
+            grid,
+            problem.outputs, *row_strides(problem.outputs), problem.lses, *problem.lses.stride(),
             out, lse, problem.states, problem.tokens, problem.heads,
             DIM=problem.dim, BODY=body, TAIL=tail, BLOCK_T=block_t, BLOCK_H=block_h, CHUNK_N=chunk,
             num_warps=NUM_WARPS, **OPTIONS,

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...meta.contract import PackQuantize
-from .launch import OPTIONS, on_device
+from .launch import OPTIONS, kernel, on_device, row_strides
 from .rows import load_rows, saturate, store_rows, tile_height, tile_rows, token_and_head_tile
 
 TILE_ELEMENTS = 4096  # of k_nope that a program holds, and as many of v
@@ -22,10 +22,10 @@ def _quantise(values, scale_inv):
     return saturate(values.to(tl.float32) * scale_inv)
 
 
-# What varies from call to call must not select another compiled variant.
-@triton.jit(do_not_specialize=["tokens", "heads"])
+@kernel(wide=["k_nope", "k_nope_t", "k_nope_h", "k_pe", "k_pe_t", "v", "v_t", "v_h", "key", "value"])
 def _pack_kernel(
-    k_nope, k_nope_t, k_nope_h, k_pe, k_pe_t, v, v_t, v_h, key, value, k_scale_inv, v_scale_inv, tokens, heads,
+    k_nope, k_nope_t: tl.int64, k_nope_h: tl.int64, k_pe, k_pe_t: tl.int64, v, v_t: tl.int64, v_h: tl.int64,
+    key, value, k_scale_inv: tl.float32, v_scale_inv: tl.float32, tokens: tl.int64, heads: tl.int32,
     NOPE: tl.constexpr, ROPE: tl.constexpr, VALUE: tl.constexpr,
     NOPE_PAD: tl.constexpr, ROPE_PAD: tl.constexpr, VALUE_PAD: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -50,8 +50,9 @@ def mla_kv_pack_quantize_fp8(problem: PackQuantize, key: Tensor, value: Tensor) 
     block_t, block_h = token_and_head_tile(tile_height(TILE_ELEMENTS, max(nope_pad, value_pad)), problem.heads)
     grid = (triton.cdiv(problem.tokens, block_t) * (problem.heads // block_h),)
     with on_device(problem.device):
-        _pack_kernel[grid](
-            k_nope, k_nope.stride(0), k_nope.stride(1), k_pe, k_pe.stride(0), v, v.stride(0), v.stride(1),
+        _pack_kernel.launch(
+            grid,
+            k_nope, *row_strides(k_nope), k_pe, *row_strides(k_pe), v, *row_strides(v),
             key, value, problem.k_scale_inv, problem.v_scale_inv, problem.tokens, problem.heads,
             NOPE=problem.dim_nope, ROPE=problem.dim_rope, VALUE=problem.dim_v,
             NOPE_PAD=nope_pad, ROPE_PAD=triton.next_power_of_2(max(1, problem.dim_rope)), VALUE_PAD=value_pad,

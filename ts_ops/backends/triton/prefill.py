@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...meta.contract import FP8, Prefill
 from . import launch
-from .launch import LN_2
+from .launch import LN_2, kernel, row_strides
 
 OWNER_BLOCK = 256  # sequences that the search for a tile's owner compares at once
 MAX_DIM_QK, MAX_DIM_V = 576, 512
@@ -47,17 +47,18 @@ def mla_prefill(problem: Prefill, out: Tensor, lse: Tensor | None = None) -> Non
         triton.cdiv(problem.dim_v, tiles["BLOCK_DV"]),
     )
     with launch.on_device(problem.device):
-        _prefill[grid](
+        _prefill.launch(
+            grid,
             query, key, value, out, lse,
             problem.cum_seq_lens_q, problem.cum_seq_lens_q.stride(0),
             problem.cum_seq_lens_kv, problem.cum_seq_lens_kv.stride(0),
             problem.tokens_q, problem.tokens_kv, problem.batch, problem.heads // problem.heads_kv,
             scale_log2, problem.output_scale,
-            query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+            *row_strides(query), *row_strides(key), *row_strides(value),
             DIM_QK=problem.dim_qk, DIM_V=problem.dim_v, CAUSAL=problem.is_causal,
-            # A normal positive number can be applied after the max; 0 * -inf or a change of sign cannot.
-            SCALE_AFTER_MAX=scale_log2 >= torch.finfo(torch.float32).tiny,
             OWNER_BLOCK=OWNER_BLOCK, **tiles, **launch.OPTIONS,
+            aligned_if=scale_log2 >= torch.finfo(torch.float32).tiny,
+            general={"BLOCK_N": min(tiles["BLOCK_N"], launch.GENERAL_BLOCK_N)},
         )  # fmt: skip
 
 
@@ -112,16 +113,19 @@ def _two_blocks(dim: int, smallest: int) -> tuple[int, int]:
     return (half, rest) if half >= smallest and half + rest < whole else (whole, 0)
 
 
-@triton.jit(
-    # Sizes that change from call to call must not choose the kernel; strides do, for the width of loads.
-    do_not_specialize=["cum_q_stride", "cum_kv_stride", "tokens_q", "tokens_kv", "batch", "group"],
-    do_not_specialize_on_alignment=["lse", "cum_q", "cum_kv"],
-)
+@kernel(
+    wide=[
+        "query", "query_stride_t", "query_stride_h", "key", "key_stride_t", "key_stride_h", "value", "value_stride_t",
+        "value_stride_h", "out",
+    ]
+)  # fmt: skip
 def _prefill(
-    query, key, value, out, lse, cum_q, cum_q_stride, cum_kv, cum_kv_stride, tokens_q, tokens_kv, batch, group,
-    scale_log2, output_scale,
-    query_stride_t, query_stride_h, key_stride_t, key_stride_h, value_stride_t, value_stride_h,
-    DIM_QK: tl.constexpr, DIM_V: tl.constexpr, CAUSAL: tl.constexpr, SCALE_AFTER_MAX: tl.constexpr,
+    query, key, value, out, lse, cum_q, cum_q_stride: tl.int64, cum_kv, cum_kv_stride: tl.int64,
+    tokens_q: tl.int32, tokens_kv: tl.int32, batch: tl.int32, group: tl.int32,
+    scale_log2: tl.float32, output_scale: tl.float32,
+    query_stride_t: tl.int64, query_stride_h: tl.int64, key_stride_t: tl.int64, key_stride_h: tl.int64,
+    value_stride_t: tl.int64, value_stride_h: tl.int64,
+    DIM_QK: tl.constexpr, DIM_V: tl.constexpr, CAUSAL: tl.constexpr, ALIGNED: tl.constexpr,
     OWNER_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D1: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
@@ -183,12 +187,12 @@ def _prefill(
     peak, total, state = _attend(
         peak, total, state, q1, q2, key_base, key_stride, value_base, value_stride, scale_log2,
         whole, seen, bound, kv_len, first_column,
-        DIM_QK, DIM_V, SCALE_AFTER_MAX, True, BLOCK_N, BLOCK_D1, BLOCK_D2, BLOCK_DV,
+        DIM_QK, DIM_V, ALIGNED, True, BLOCK_N, BLOCK_D1, BLOCK_D2, BLOCK_DV,
     )  # fmt: skip
     peak, total, state = _attend(
         peak, total, state, q1, q2, key_base, key_stride, value_base, value_stride, scale_log2,
         0, whole, bound, kv_len, first_column,
-        DIM_QK, DIM_V, SCALE_AFTER_MAX, False, BLOCK_N, BLOCK_D1, BLOCK_D2, BLOCK_DV,
+        DIM_QK, DIM_V, ALIGNED, False, BLOCK_N, BLOCK_D1, BLOCK_D2, BLOCK_DV,
     )  # fmt: skip
 
     # A row that saw no key has total 0 and peak -inf: the identity (0, -inf) falls out.
@@ -207,13 +211,15 @@ def _prefill(
 def _attend(
     peak, total, state, q1, q2, key_base, key_stride, value_base, value_stride, scale_log2,
     first_key, end_key, bound, kv_len, first_column,
-    DIM_QK: tl.constexpr, DIM_V: tl.constexpr, SCALE_AFTER_MAX: tl.constexpr, MASKED: tl.constexpr,
+    DIM_QK: tl.constexpr, DIM_V: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D1: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over keys [first_key, end_key) of the sequence, first_key a multiple of BLOCK_N.
 
     MASKED: some row does not see some key of these tiles. Keys past the sequence are then not loaded: they may be NaN,
     and a weight of 0 would not silence them. Those past a causal bound are, for other rows do see them.
+    ALIGNED also says that the scale is a normal positive number, which can be applied after the max; 0 * -inf or a
+    change of sign cannot.
     """
     VALUE_BITS: tl.constexpr = value_base.dtype.element_ty.primitive_bitwidth
     tile_key = tl.arange(0, BLOCK_N)
@@ -230,18 +236,18 @@ def _attend(
             k2 = _load(key_rows, exists, BLOCK_D1, BLOCK_D2, DIM_QK, MASKED, BLOCK_D1 + BLOCK_D2 > DIM_QK)
             scores = tl.dot(q2, k2.T, scores, input_precision="ieee")
 
-        if not SCALE_AFTER_MAX:
+        if not ALIGNED:
             scores *= scale_log2
         if MASKED:
             scores = tl.where((start + tile_key)[None, :] < bound[:, None], scores, float("-inf"))
         highest = tl.max(scores, axis=1)
-        if SCALE_AFTER_MAX:
+        if ALIGNED:
             highest *= scale_log2
         new_peak = tl.maximum(peak, highest)
         reference = new_peak
         if MASKED:  # -inf - -inf is NaN: a row that has seen nothing yet is measured against 0
             reference = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        if SCALE_AFTER_MAX:
+        if ALIGNED:
             weights = tl.exp2(scores * scale_log2 - reference[:, None])
         else:
             weights = tl.exp2(scores - reference[:, None])
