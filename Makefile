@@ -12,7 +12,7 @@ demo: $(INSTALLED)
 # Triton compiles nothing in a process that interprets its kernels, so those tests run in one of their own.
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n $(JOBS)
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -q -n $(JOBS) $(wildcard tests/test_laws_*.py)
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -q -n $(JOBS)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -19,7 +19,9 @@ FP8 = torch.float8_e4m3fn
 # (2^-11 and 2^-8 relative at most) plus that of the softmax weights. FP8: inputs count as exact, weights are fp16, and
 # the result is bf16.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3, FP8: 5e-3}
-LSE_TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-4, torch.bfloat16: 1e-4, FP8: 2e-3}
+# An LSE is as exact as its scores, sums in fp32 but for Hopper's FP8 units: each of three instructions (80 dims) drops
+# what is below 2^-13 of its largest addend, which is up to 60 here, and the scale is 0.145: 3.2e-3 in all.
+LSE_TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-4, torch.bfloat16: 1e-4, FP8: 3.5e-3}
 # TokenSpeed's FP8 kernel rounds the softmax weights to e4m3, by up to 2^-4 each and 2.6 % in the mean square.
 E4M3_WEIGHTS_TOLERANCE = 4e-2
 # The interpreter truncates where it should round to bf16, which doubles that error.

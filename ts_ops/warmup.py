@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -19,11 +20,13 @@ import torch
 from torch import Tensor
 
 from . import dispatch
+from .meta.call import PROBLEMS
 from .meta.contract import FP8
 from .meta.schema import NAMESPACE, OPERATORS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": FP8}
-OPERATOR_NAMES = tuple(operator.name for operator in OPERATORS)
+BUFFERS = {operator.name: operator.outs for operator in OPERATORS}
+OPERATOR_NAMES = tuple(BUFFERS)
 
 _lock = threading.Lock()
 _done: set[tuple] = set()
@@ -175,9 +178,10 @@ def _run(deployment: Deployment, device: torch.device, progress: bool) -> Report
     before = dispatch.compiled(device)
     calls = list(_calls(deployment))
     with torch.inference_mode(), torch.device(device):
-        for operator, label, arguments in tqdm(calls, desc="warm-up", unit="call", disable=not progress):
+        for operator, aligned, label, arguments in tqdm(calls, desc="warm-up", unit="call", disable=not progress):
             start = time.perf_counter()
             args, kwargs = arguments()
+            kwargs |= _odd_buffers(operator, args, kwargs) if not aligned else {}
             getattr(getattr(torch.ops, NAMESPACE), operator)(*args, **kwargs)
             seconds = time.perf_counter() - start
             after = dispatch.compiled(device)
@@ -191,7 +195,7 @@ def _run(deployment: Deployment, device: torch.device, progress: bool) -> Report
 
 
 def _calls(deployment: Deployment) -> Iterator[tuple]:
-    """(operator, label, function that builds its arguments): one for each shape that may select another kernel."""
+    """(operator, aligned, label, what builds its arguments): one for each shape that may select another kernel."""
     builders = {
         "mla_decode": _decode_calls, "mla_decode_lse": _decode_calls,
         "mla_prefill": _prefill_calls, "mla_prefill_lse": _prefill_calls,
@@ -202,7 +206,14 @@ def _calls(deployment: Deployment) -> Iterator[tuple]:
     for operator in deployment.operators:
         for aligned in (True, False):
             for label, build in builders[operator](deployment, aligned):
-                yield operator, label if aligned else f"{label}, unaligned", build
+                yield operator, aligned, label if aligned else f"{label}, unaligned", build
+
+
+def _odd_buffers(operator: str, args: tuple, kwargs: dict) -> dict[str, Tensor]:
+    """For the `.out` overload, if there is one: buffers that start at odd addresses."""
+    results = PROBLEMS[operator](*args, **kwargs).results
+    buffers = (torch.empty(math.prod(shape) + 1, dtype=dtype)[1:].view(shape) for shape, dtype in results)
+    return dict(zip(BUFFERS[operator], buffers))
 
 
 def _decode_calls(d: Deployment, aligned: bool) -> Iterator[tuple]:
@@ -240,21 +251,27 @@ def _prefill_calls(d: Deployment, aligned: bool) -> Iterator[tuple]:
 
 
 def _merge_calls(d: Deployment, aligned: bool) -> Iterator[tuple]:
-    def build():
-        output = _zeros(1, d.heads, d.value_dim, dtype=d.dtype, aligned=aligned)
+    def build(dim):
+        output = _zeros(1, d.heads, dim, dtype=d.dtype, aligned=aligned)
         lse = torch.zeros(1, d.heads)
         return (output, lse, output, lse), {}
 
-    yield "two states", build
+    for dim in _merged_dims(d):
+        yield f"two states of {dim}", lambda dim=dim: build(dim)
 
 
 def _merge_n_calls(d: Deployment, aligned: bool) -> Iterator[tuple]:
-    def build(states):
-        outputs = _zeros(states, 1, d.heads, d.value_dim, dtype=d.dtype, aligned=aligned)
+    def build(states, dim):
+        outputs = _zeros(states, 1, d.heads, dim, dtype=d.dtype, aligned=aligned)
         return (outputs, torch.zeros(states, 1, d.heads)), {}
 
-    for states in (1, 2, 3):
-        yield f"{states} states", lambda states=states: build(states)
+    for states, dim in itertools.product((1, 2, 3), _merged_dims(d)):
+        yield f"{states} states of {dim}", lambda states=states, dim=dim: build(states, dim)
+
+
+def _merged_dims(d: Deployment) -> tuple[int, ...]:
+    """Of prefill's results and, from context-parallel ranks, of decode's."""
+    return tuple(dict.fromkeys((d.value_dim, d.kv_lora_rank)))
 
 
 def _write_calls(d: Deployment, aligned: bool) -> Iterator[tuple]:

@@ -387,11 +387,7 @@ def _adjacent(query: Tensor) -> Tensor:
 
 def _plain_strides(tensor: Tensor) -> Tensor:
     """The same view with the strides of size-1 dims, which may be anything, as a contiguous tensor would have them."""
-    strides, inner = [], 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride())):
-        strides.insert(0, inner if size == 1 else stride)
-        inner = strides[0] * size
-    return tensor if tuple(strides) == tensor.stride() else tensor.as_strided(tensor.shape, strides)
+    return tensor.view(tensor.shape)
 
 
 def _whole_tiles(table: Tensor, page_size: int) -> Tensor:
