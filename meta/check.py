@@ -8,6 +8,8 @@ are formatted only when they are raised: the contract makes about thirty checks 
 import torch
 from torch import Tensor
 
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
 
 def require(condition, message: str, *values) -> None:
     """Raise ValueError(message.format(*values)) unless `condition`, a bool or SymBool, holds."""
@@ -82,9 +84,9 @@ def _extent(tensor: Tensor):
 
 
 def require_finite(name: str, value) -> None:
-    """`value` is a finite float. `x - x` is 0 exactly for finite x, and works on a SymFloat too."""
-    if (finite := value - value == 0.0) is not True:
-        require(finite, "{} must be finite, got {}", name, value)
+    """`value`, a float or SymFloat, is finite as a float32 too: kernels take it as one."""
+    if (finite := abs(value) <= FLOAT32_MAX) is not True:
+        require(finite, "{} must be finite in float32, got {}", name, value)
 
 
 def _format(message: str, values: tuple) -> str:

@@ -29,6 +29,7 @@ MATRIX = (FP8, *FLOATS)
 INT32 = (torch.int32,)
 INT64 = (torch.int64,)
 FLOAT32 = (torch.float32,)
+INT64_MAX = torch.iinfo(torch.int64).max
 MAX_HEADS = 128
 MAX_PAGE_SIZE = 128
 PAGE_SIZES = frozenset({1, 2, 4, 8, 16, 32, 64, MAX_PAGE_SIZE})
@@ -141,6 +142,10 @@ class Decode(Problem):
             require(rank >= 0, "cp_rank must be in [0, cp_world = {}), got {}", world, rank)
             require(rank < world, "cp_rank must be in [0, cp_world = {}), got {}", world, rank)
             require(interleave >= 1, "cp_interleave_size must be at least 1, got {}", interleave)
+            require(
+                world * interleave <= INT64_MAX,
+                "cp_interleave_size times cp_world must be at most 2**63 - 1, got {} and {}", interleave, world,
+            )  # fmt: skip
         if self.causal_seqs is not None:
             shape = require_tensor("causal_seqs", self.causal_seqs, (1,), "[B]", INT32, self.device)
             require_size("causal_seqs", shape, 0, self.batch, "the query's batch")
@@ -302,7 +307,7 @@ class CacheWrite(Problem):
             head_dim, kv_lora_rank, rope_dim,
         )  # fmt: skip
         require_dim("kv_c", latent, kv_lora_rank)
-        too_few = "{} must have a row for each of the {} slots, got {}"
+        too_few = "{} must have a row for each of the {} slots in slot_mapping, got {}"
         require(rows >= tokens, too_few, "kv_c", tokens, rows)
         require(rope_rows >= tokens, too_few, "k_pe", tokens, rope_rows)
         require_unit_stride("kv_c", kv_c)

@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import math
 import os
+import secrets
 from dataclasses import dataclass
 
 import pytest
@@ -72,6 +73,20 @@ GPU = Target("gpu", "triton", "cuda")
 BLACKWELL = Target("blackwell", "tokenspeed", "cuda")
 NEED_THE_INTERPRETER = {"target", "install_tokenspeed"}
 SERVED_BY_TOKENSPEED = ("test_laws_decode", "test_laws_prefill", "test_laws_pack")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config):
+    """Before Hypothesis loads the profile that was asked for: its definition, and a seed to print."""
+    if config.getoption("--hypothesis-profile", None):
+        import problems  # noqa: F401
+
+        config.option.hypothesis_seed = config.option.hypothesis_seed or str(secrets.randbits(32))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.getoption("--hypothesis-profile", None):
+        terminalreporter.write_line(f"replay with --hypothesis-seed={config.option.hypothesis_seed}")
 
 
 def pytest_generate_tests(metafunc):

@@ -129,7 +129,7 @@ def gather(kv_cache, block_tables, cum_seq_lens, total_tokens, seq_starts=None, 
 
 def pack(k_nope, k_pe, v, k_scale_inv=1.0, v_scale_inv=1.0) -> tuple[Tensor, Tensor]:
     """Keys and values before rounding to FP8, float64."""
-    rope = k_pe.reshape(k_pe.shape[0], 1, -1).expand(-1, k_nope.shape[1], -1)
+    rope = k_pe.reshape(k_pe.shape[0], 1, k_pe.shape[-1]).expand(-1, k_nope.shape[1], -1)
     key_scale, value_scale = fp32(torch.tensor([k_scale_inv, v_scale_inv], dtype=torch.float64))
     key = torch.cat((k_nope, rope), dim=-1).cpu().double() * key_scale
     return fp32(key), fp32(v.cpu().double() * value_scale)

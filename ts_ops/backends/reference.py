@@ -68,7 +68,8 @@ def visible_range(problem: Decode) -> tuple[Tensor, Tensor]:
     high = torch.minimum(high.clamp(min=0), length)
     low = torch.zeros_like(high)
     if problem.window_left >= 0:
-        low = (length - problem.q_len - problem.window_left + row).clamp(min=0)
+        window = min(problem.window_left, problem.capacity + problem.q_len)  # a huge one would overflow
+        low = (length - problem.q_len - window + row).clamp(min=0)
     return low, high
 
 
