@@ -2,16 +2,18 @@
 
 A "layer" here is what a model's layer does with them: project, write the cache, attend. Graphs over batch sizes 1 to 8:
 at most 3 by default (0 and 1 are special to Dynamo), 1 with `mark_dynamic` over 2 to 8, 1 with `mark_unbacked` over 1
-to 8. One compiled block serves every layer, whatever its cache and k_scale.
+to 8. `test_compile_modes.py` has whole layers of the examples' model in every mode of `torch.compile`.
 """
 
 import io
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch._dynamo.utils import ReinplaceCounters
+from torch.utils.cpp_extension import CUDA_HOME
 
 import calls
 import ts_ops
@@ -19,6 +21,7 @@ from calls import BF16, DIM, FP8, HEADS, NAMES, PAGE_SIZE, RANK, WITH_OUT
 from ts_ops import dispatch
 
 HIDDEN = 32
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(autouse=True)
@@ -61,14 +64,17 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=2**-6, atol=2**-6)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("operator", NAMES)
-def test_public_function_compiles_whole(operator):
+def test_public_function_compiles_whole(operator, device):
     """No graph break, the operator as one node of the graph, and the results of eager mode."""
     for with_out in (False, True) if operator in WITH_OUT else (False,):
-        call = calls.example(operator)
+        with torch.device(device):
+            call = calls.example(operator)
         expected = getattr(ts_ops, operator)(**{name: _copy(value) for name, value in call.items()})
         if with_out:
-            buffers = tuple(calls.buffers(operator, call).values())
+            with torch.device(device):
+                buffers = tuple(calls.buffers(operator, call).values())
             call["out"] = buffers if len(buffers) > 1 else buffers[0]
         explanation = torch._dynamo.explain(getattr(ts_ops, operator))(**call)
         assert explanation.graph_break_count == 0 and explanation.graph_count == 1
@@ -88,41 +94,36 @@ def _assert_same_bits(actual, expected) -> None:
     assert all(a is b is None or torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_layer_with_inductor(context):
-    layer, inputs = Layer(), step_inputs(3)
-    with context():
-        expected = layer(*inputs)
-        written = layer.kv_cache.clone()
-        layer.kv_cache.zero_()
-        actual = torch.compile(layer, fullgraph=True)(*inputs)
-    assert_close(actual, expected)
-    assert torch.equal(layer.kv_cache.view(torch.uint8), written.view(torch.uint8))
-
-
-def graphs_over(batches, mark=None) -> int:
-    counter = CompileCounter()
-    layer = Layer()
+def graphs_over(batches, device: str, mark=None, backend: str = "eager") -> int:
+    counter = CompileCounterWithBackend(backend)
+    with torch.device(device):
+        layer = Layer()
     compiled = torch.compile(layer, backend=counter, fullgraph=True)
     for batch in batches:
-        inputs = step_inputs(batch)
+        with torch.device(device):
+            inputs = step_inputs(batch)
         for tensor in inputs if mark else ():
             mark(tensor, 0)
         with torch.no_grad():
-            _assert_same_bits(compiled(*inputs), layer(*inputs))
+            (_assert_same_bits if backend == "eager" else assert_close)(compiled(*inputs), layer(*inputs))
     return counter.frame_count
 
 
-def test_graphs_over_batch_sizes_by_default():
-    assert graphs_over(range(1, 9)) <= 3
+@pytest.mark.parametrize("device", DEVICES)
+def test_graphs_over_batch_sizes_by_default(device):
+    assert graphs_over(range(1, 9), device) <= 3
 
 
-def test_graphs_over_batch_sizes_marked_dynamic():
-    assert graphs_over(range(2, 9), torch._dynamo.mark_dynamic) == 1
+@pytest.mark.parametrize("device", DEVICES)
+def test_graphs_over_batch_sizes_marked_dynamic(device):
+    assert graphs_over(range(2, 9), device, torch._dynamo.mark_dynamic) == 1
 
 
-def test_graphs_over_batch_sizes_marked_unbacked():
-    assert graphs_over(range(1, 9), torch._dynamo.decorators.mark_unbacked) == 1
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_graphs_over_batch_sizes_marked_unbacked(device, backend):
+    """Through Inductor too: neither the operators nor their strides ask for the value of a size."""
+    assert graphs_over(range(1, 9), device, torch._dynamo.decorators.mark_unbacked, backend) == 1
 
 
 OTHER_OPERATORS = {
@@ -181,26 +182,19 @@ def test_integers_are_symbolic_after_the_second_value():
         assert counter.frame_count <= 2, argument
 
 
-def test_one_graph_for_all_layers():
-    """Caches and scales are tensors, so six layers with six of each share one graph of one compiled block."""
-    counter = CompileCounter()
-    layers = [Layer(k_scale) for k_scale in (0.037, 0.5, 1.0, 2.0, 7.3, 11.0)]
-    block = torch.compile(Layer.forward, backend=counter, fullgraph=True)
-    x, *rest = step_inputs(3)
-    expected = x
-    with torch.no_grad():
-        for layer in layers:
-            expected = layer(expected, *rest)
-        for layer in layers:
-            x = block(layer, x, *rest)
-    _assert_same_bits(x, expected)
-    assert counter.frame_count == 1
+@contextmanager
+def no_cached_graph():
+    """A graph from the caches on disk would report no copies whatever it does."""
+    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
+        yield
 
 
-def test_caches_are_written_in_place():
+@pytest.mark.parametrize("device", DEVICES)
+def test_caches_are_written_in_place(device):
     """Several layers of write then decode in one graph, and Inductor copies no cache: a decode step costs no copy."""
-    layers = nn.Sequential(*[Layer(k_scale) for k_scale in (0.5, 1.0, 2.0)])
-    inputs = step_inputs(3)
+    with torch.device(device):
+        layers = nn.Sequential(*[Layer(k_scale) for k_scale in (0.5, 1.0, 2.0)])
+        inputs = step_inputs(3)
 
     def step(x, *rest):
         for layer in layers:
@@ -209,8 +203,7 @@ def test_caches_are_written_in_place():
 
     ReinplaceCounters.clear()
     counter = CompileCounterWithBackend("inductor")
-    # A graph from the cache on disk would report no copies whatever it does.
-    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+    with torch.no_grad(), no_cached_graph():
         expected = step(*inputs)
         assert_close(torch.compile(step, backend=counter, fullgraph=True)(*inputs), expected)
     assert counter.frame_count == 1
@@ -230,21 +223,9 @@ def test_the_counter_sees_a_copy():
         return before, again
 
     ReinplaceCounters.clear()
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with no_cached_graph():
         torch.compile(step, fullgraph=True)(*call.values())
     assert ReinplaceCounters.get_total_missed_bytes() > 0
-
-
-def test_functional_call():
-    layer, inputs = Layer(), step_inputs(2)
-    state = {name: value * 2 for name, value in layer.state_dict().items()}
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def call(state, *inputs):
-        return torch.func.functional_call(layer, state, inputs)
-
-    with torch.no_grad():
-        _assert_same_bits(call(state, *inputs), torch.func.functional_call(layer, state, inputs))
 
 
 class Attention(nn.Module):
@@ -272,18 +253,25 @@ def attention_inputs(batch: int, pages: int) -> tuple[Tensor, ...]:
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def exported():
-    """The program of `Attention`, for any batch and any number of pages."""
+@pytest.fixture(scope="module", params=DEVICES)
+def exported(request):
+    """The program of `Attention` on a device, for any batch and any number of pages."""
     batch, pages = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("pages", min=2, max=4096)
     by_batch, entries = {0: batch}, {0: batch + 1}
     shapes = (by_batch, {0: pages}, *[by_batch] * 5, entries, by_batch, by_batch, entries)
+    with torch.device(request.param):
+        inputs = attention_inputs(3, 16)
     with torch.no_grad():
-        return torch.export.export(Attention(), attention_inputs(3, 16), dynamic_shapes=shapes)
+        return torch.export.export(Attention(), inputs, dynamic_shapes=shapes)
 
 
-def assert_same_as_eager(program, batch: int, pages: int) -> None:
-    inputs = attention_inputs(batch, pages)
+def device_of(program) -> torch.device:
+    return program.example_inputs[0][0].device
+
+
+def assert_same_as_eager(program, device: torch.device, batch: int, pages: int) -> None:
+    with device:
+        inputs = attention_inputs(batch, pages)
     mine, eager = [tensor.clone() for tensor in inputs], [tensor.clone() for tensor in inputs]
     with torch.no_grad():
         for actual, expected in zip(program(*mine), Attention()(*eager)):
@@ -298,18 +286,22 @@ def test_exported_program_is_saved_and_loaded(exported, decomposed):
     file.seek(0)
     program = torch.export.load(file).module()
     for batch, pages in ((3, 16), (2, 5), (7, 40)):
-        assert_same_as_eager(program, batch, pages)
+        assert_same_as_eager(program, device_of(exported), batch, pages)
 
 
-def test_aot_inductor_package(exported, tmp_path):
+def test_aot_inductor_package(exported, tmp_path, monkeypatch):
     """One package for all batches and cache sizes; the process that loads it needs `import ts_ops`, as this one has."""
+    if device_of(exported).type == "cuda":
+        if CUDA_HOME is None:
+            pytest.skip("needs the headers of the CUDA toolkit")
+        monkeypatch.setenv("CUDA_HOME", CUDA_HOME)  # where torch also looks for the stub of the driver's library
     unoptimised = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # compiles sooner
     package = torch._inductor.aoti_compile_and_package(
         exported, package_path=str(tmp_path / "attention.pt2"), inductor_configs=unoptimised
     )
     program = torch._inductor.aoti_load_package(package)
-    assert_same_as_eager(program, 3, 16)
-    assert_same_as_eager(program, 7, 40)
+    assert_same_as_eager(program, device_of(exported), 3, 16)
+    assert_same_as_eager(program, device_of(exported), 7, 40)
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])
