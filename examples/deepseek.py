@@ -3,8 +3,8 @@
 The model keeps no state. Each call takes the KV cache as one paged tensor a layer, and a layer writes its own once:
 that lets `torch.compile` update it in place (layers that share one tensor would cost a copy of all of it).
 
-Shapes: T tokens (of a ragged prefill, or one a sequence in decode), B sequences, H heads, L = kv_lora_rank, R = the
-rope head dim. Modules are named as in Hugging Face checkpoints.
+Shapes: T tokens (of a ragged prefill; B * q in decode), B sequences, H heads, L = kv_lora_rank, R = the
+rope head dim, q = tokens of a sequence in one decode step. Modules are named as in Hugging Face checkpoints.
 """
 
 from typing import NamedTuple
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ts_ops
+from chunked_prefill import Context, attend
 from deepseek_config import AttentionConfig, DeepSeekConfig
 from deepseek_moe import MLP, MoE
 from deepseek_rope import Rope, rotate
@@ -26,23 +27,25 @@ SCALE_PRODUCT = 1 / 64
 
 
 class PrefillStep(NamedTuple):
-    """New sequences from their first token on."""
+    """New sequences from their first token on or, with `context`, the next tokens of sequences that the cache holds."""
 
     cos: Tensor  # [T, R / 2]
     sin: Tensor
     slots: Tensor  # [T] int64
     cum_seq_lens: Tensor  # [B + 1] int32
     max_seq_len: int
+    context: Context | None
 
 
 class DecodeStep(NamedTuple):
-    """One new token a sequence, T = B; `seq_lens` counts it."""
+    """q_len new tokens a sequence; `seq_lens` counts them."""
 
     cos: Tensor
     sin: Tensor
     slots: Tensor
     block_tables: Tensor  # [B, max_pages] int32
     seq_lens: Tensor  # [B] int32
+    q_len: int
     fp8_query: bool
 
 
@@ -93,22 +96,25 @@ class Attention(nn.Module):
             if cache.k_scale is not None:
                 calibrate(cache.k_scale, latent, k_pe)
             ts_ops.mla_kv_cache_write(cache.pages, latent, k_pe, step.slots, k_scale=cache.k_scale)
-            output = self._prefill(q_nope, q_pe, latent, k_pe, step)
+            query = torch.cat((q_nope, q_pe), dim=-1)
+            if step.context is None:
+                output = ts_ops.mla_prefill(
+                    query, *self._expand(latent, k_pe), step.cum_seq_lens, step.cum_seq_lens, config.softmax_scale,
+                    is_causal=True, max_seq_len_q=step.max_seq_len, max_seq_len_kv=step.max_seq_len,
+                )  # fmt: skip
+            else:
+                output = attend(query, cache, step.context, self._expand, config.kv_lora_rank, config.softmax_scale)
         return self.o_proj(output.flatten(1))
 
-    def _prefill(self, q_nope: Tensor, q_pe: Tensor, latent: Tensor, k_pe: Tensor, step: PrefillStep) -> Tensor:
-        """Keys and values of every head from the latents: [T, H, nope + R], [T, H, v] -> [T, H, v]."""
+    def _expand(self, latent: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of every head from the latents: [T, L], [T, R] -> [T, H, nope + R], [T, H, v]."""
         config = self.config
         expanded = self.kv_b_proj(latent).unflatten(-1, (config.num_heads, -1))
         k_nope, value = expanded.split([config.qk_nope_head_dim, config.v_head_dim], dim=-1)
-        key = torch.cat((k_nope, k_pe.unsqueeze(1).expand(-1, config.num_heads, -1)), dim=-1)
-        return ts_ops.mla_prefill(
-            torch.cat((q_nope, q_pe), dim=-1), key, value, step.cum_seq_lens, step.cum_seq_lens, config.softmax_scale,
-            is_causal=True, max_seq_len_q=step.max_seq_len, max_seq_len_kv=step.max_seq_len,
-        )  # fmt: skip
+        return torch.cat((k_nope, k_pe.unsqueeze(1).expand(-1, config.num_heads, -1)), dim=-1), value
 
     def _decode(self, q_nope: Tensor, q_pe: Tensor, step: DecodeStep, cache: LayerCache) -> Tensor:
-        """Attention over the latents themselves, as if over one key head of L + R: [B, H, ·] -> [B, H, v].
+        """Attention over the latents themselves, as if over one key head of L + R: [T, H, ·] -> [T, H, v].
 
         q · (W_UK c) = (W_UKᵀ q) · c, and the values' W_UV c may be applied after the weighted sum. Both matrices are
         views of kv_b_proj.
@@ -130,9 +136,9 @@ class Attention(nn.Module):
             narrow = torch.bfloat16 if q_pe.dtype == torch.float32 else q_pe.dtype
             query = (torch.cat((q_latent, q_pe), dim=-1) * k_scale).to(narrow)
         latents = ts_ops.mla_decode(
-            query.unsqueeze(1), cache.pages, step.block_tables, step.seq_lens, softmax_scale,
+            query.unflatten(0, (-1, step.q_len)), cache.pages, step.block_tables, step.seq_lens, softmax_scale,
             kv_lora_rank=config.kv_lora_rank,
-        ).squeeze(1)  # fmt: skip
+        ).flatten(0, 1)  # fmt: skip
         if k_scale is not None:
             latents = latents * k_scale
         return torch.einsum("bhl,hvl->bhv", latents.to(w_uv.dtype), w_uv)
@@ -168,23 +174,29 @@ class DeepSeek(nn.Module):
 
     def prefill(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, cum_seq_lens: Tensor, max_seq_len: int,
-        caches: list[LayerCache],
+        caches: list[LayerCache], context: Context | None = None,
     ) -> Tensor:  # fmt: skip
-        """Whole sequences, one after the other: tokens, positions, slots [T], cum_seq_lens [B + 1] -> [T, hidden]."""
-        step = PrefillStep(*self.rope(positions), slots, cum_seq_lens, max_seq_len)
+        """Sequences one after the other: tokens, positions, slots [T], cum_seq_lens [B + 1] -> [T, hidden].
+
+        They are whole, or `context` (see chunked_prefill.py) says which of their tokens are in the cache already.
+        """
+        step = PrefillStep(*self.rope(positions), slots, cum_seq_lens, max_seq_len, context)
         return self._forward(tokens, step, caches)
 
     def decode(
         self, tokens: Tensor, seq_lens: Tensor, block_tables: Tensor, caches: list[LayerCache], fp8_query: bool = False
     ) -> Tensor:
-        """One token a sequence, tokens and seq_lens [B], which counts it -> logits [B, vocab] fp32.
+        """Tokens [B] or [B, q], which seq_lens [B] counts -> logits of each, [B, vocab] or [B, q, vocab] fp32.
 
-        Compile this one: `torch.compile(model.decode, fullgraph=True)`.
+        A row with seq_len 0 is empty: nothing is stored, and its logits are of no use. Compile this one:
+        `torch.compile(model.decode, fullgraph=True)`.
         """
-        positions = seq_lens - 1
-        slots = slots_of(block_tables, positions, caches[0].pages.shape[1])
-        step = DecodeStep(*self.rope(positions), slots, block_tables, seq_lens, fp8_query)
-        return self.logits(self._forward(tokens, step, caches))
+        q_len = 1 if tokens.dim() == 1 else tokens.shape[1]
+        positions = seq_lens.unsqueeze(1) + torch.arange(-q_len, 0, device=tokens.device)  # [B, q]
+        slots = slots_of(block_tables, positions, caches[0].pages.shape[1]).flatten()
+        step = DecodeStep(*self.rope(positions.flatten()), slots, block_tables, seq_lens, q_len, fp8_query)
+        logits = self.logits(self._forward(tokens.flatten(), step, caches))
+        return logits if tokens.dim() == 1 else logits.unflatten(0, tokens.shape)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[T, hidden] -> [T, vocab] fp32."""

@@ -86,7 +86,7 @@ def prefill(model: DeepSeek, prompts: list[list[int]], cache: PagedCache, *, eve
     positions = torch.tensor([position for length in lengths for position in range(length)], device=device)
     owners = torch.tensor([index for index, length in enumerate(lengths) for _ in range(length)], device=device)
     cum_seq_lens = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
-    slots = slots_of(cache.block_tables[owners], positions, cache.page_size)
+    slots = slots_of(cache.block_tables[owners], positions.unsqueeze(1), cache.page_size).squeeze(1)
     hidden = model.prefill(tokens, positions, slots, cum_seq_lens, max(lengths), cache.layers)
     cache.seq_lens.copy_(cum_seq_lens.diff())
     return model.logits(hidden if every_token else hidden[cum_seq_lens[1:] - 1])

@@ -81,8 +81,8 @@ def step_inputs(layer: Layer, batch: int, length: int) -> tuple[Tensor, DecodeSt
     tables = torch.arange(1, MAX_PAGES * batch + 1, dtype=torch.int32).view(batch, MAX_PAGES)
     lengths = torch.full((batch,), length, dtype=torch.int32)
     cos, sin = layer.rope(lengths - 1)
-    slots = slots_of(tables, lengths - 1, PAGE_SIZE)
-    return torch.randn(batch, SMALL_HIDDEN).to(BF16), DecodeStep(cos, sin, slots, tables, lengths, False)
+    slots = slots_of(tables, (lengths - 1)[:, None], PAGE_SIZE).flatten()
+    return torch.randn(batch, SMALL_HIDDEN).to(BF16), DecodeStep(cos, sin, slots, tables, lengths, 1, False)
 
 
 def small_inputs(x: Tensor, step: DecodeStep, cache: LayerCache) -> list[Tensor]:
@@ -397,9 +397,9 @@ def test_launches_of_a_layer(kind):
         cache = LayerCache(ts_ops.allocate_kv_cache(1 + batch * pages, page_size, R1.cache_dim, dtype=dtype), scale)
         tables = torch.arange(1, 1 + batch * pages, dtype=torch.int32).view(batch, pages)
         lengths = torch.full((batch,), length, dtype=torch.int32)
-        slots = slots_of(tables, lengths - 1, page_size)
+        slots = slots_of(tables, (lengths - 1)[:, None], page_size).flatten()
         x = torch.randn(batch, R1_HIDDEN).to(BF16)
-        step = DecodeStep(*layer.rope(lengths - 1), slots, tables, lengths, kind == "fp8-query")
+        step = DecodeStep(*layer.rope(lengths - 1), slots, tables, lengths, 1, kind == "fp8-query")
     counts, lists = {}, ""
     for mode in ("default", "reduce-overhead"):
         torch._dynamo.reset()
