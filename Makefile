@@ -7,7 +7,8 @@ INSTALLED := $(VENV)/.installed
 .PHONY: demo test clean
 
 demo: $(INSTALLED)
-	$(VENV)/bin/python examples/generate.py --prompt "Attention" --prompt "A second, longer request"
+	$(VENV)/bin/python examples/generate.py --model examples/checkpoints/kjv --temperature 0.8 \
+		--prompt "And it came to pass" --prompt "Blessed is the man that"
 
 # Triton compiles nothing in a process that interprets its kernels, so those tests run in one of their own.
 test: $(INSTALLED)
