@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 import ts_ops
 from chunked_prefill import extend
+from decoder import Decoder
 from deepseek import DeepSeek
 from paged_cache import FP8, TABLE_TOKENS, PageAllocator, allocate_layers
 from speculative import PromptLookup, sample, uniform
@@ -89,50 +90,6 @@ class Request:
         return self.prompt_tokens + self.sampling.max_new_tokens
 
 
-class Decoder:
-    """`model.decode` for a batch padded to one of a ladder of sizes; on a GPU, a graph of each size."""
-
-    def __init__(self, model: DeepSeek, caches: list, table_width: int, settings: EngineSettings, device: torch.device):
-        self.batch_sizes, self.q_lens = sorted(settings.batch_sizes), sorted({1, 1 + settings.draft_tokens})
-        self._caches, self._fp8_query = caches, settings.fp8_query
-        self._decode = torch.compile(model.decode, fullgraph=True) if settings.compile else model.decode
-        most = self.batch_sizes[-1]
-        # Graphs hold addresses, so all sizes read the first rows of the same tensors.
-        self._tokens = {q_len: torch.zeros(most, q_len, dtype=torch.int64, device=device) for q_len in self.q_lens}
-        self._seq_lens = torch.zeros(most, dtype=torch.int32, device=device)
-        self._tables = torch.zeros(most, table_width, dtype=torch.int32, device=device)
-        self.graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-
-    def capture(self, progress: bool) -> None:
-        """Largest first: the smaller graphs then fit in the memory of the pool that they share."""
-        sizes = [(batch, q_len) for batch in reversed(self.batch_sizes) for q_len in reversed(self.q_lens)]
-        pool = torch.cuda.graph_pool_handle()
-        for batch, q_len in tqdm(sizes, desc="capturing", unit="graph", disable=not progress):
-            self._run(batch, q_len)  # what is compiled or allocated at a first call must be so before the capture
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                logits = self._run(batch, q_len)
-            self.graphs[batch, q_len] = graph, logits
-
-    def __call__(self, tokens: Tensor, seq_lens: Tensor, tables: Tensor) -> Tensor:
-        """CPU tensors [B, q_len], [B], [B, max_pages] -> logits [B, q_len, vocab], valid until the next call."""
-        count, q_len = tokens.shape
-        batch = next(size for size in self.batch_sizes if size >= count)
-        for buffer, rows in ((self._tokens[q_len], tokens), (self._seq_lens, seq_lens), (self._tables, tables)):
-            buffer[:count] = rows
-            buffer[count:batch] = 0  # an empty row: seq_len 0 and, as its pages are the null page, slot -1
-        if (batch, q_len) not in self.graphs:
-            return self._run(batch, q_len)[:count]
-        graph, logits = self.graphs[batch, q_len]
-        graph.replay()
-        return logits[:count]
-
-    def _run(self, batch: int, q_len: int) -> Tensor:
-        inputs = self._tokens[q_len][:batch], self._seq_lens[:batch], self._tables[:batch]
-        return self._decode(*inputs, self._caches, self._fp8_query)
-
-
 class Engine:
     def __init__(self, model: DeepSeek, settings: EngineSettings):
         self.model, self.settings, self.config = model, settings, model.config
@@ -150,7 +107,10 @@ class Engine:
         self.running: list[Request] = []
         self.counts = Counter()  # of steps, tokens, drafts and preemptions
         self._submitted = 0
-        self.decoder = Decoder(model, self.caches, self._table_width, settings, weight.device)
+        self.decoder = Decoder(
+            model, self.caches, self._table_width, batch_sizes=settings.batch_sizes,
+            q_lens={1, 1 + settings.draft_tokens}, fp8_query=settings.fp8_query, compile=settings.compile,
+        )  # fmt: skip
         if weight.is_cuda:
             narrow = torch.bfloat16 if weight.dtype == torch.float32 else weight.dtype
             ts_ops.warmup(
