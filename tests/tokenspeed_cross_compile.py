@@ -1,7 +1,7 @@
 """Compile the TokenSpeed kernels that warm-up asks for, for a GPU that is not there.
 
 The adapter and the real package choose the variants (`tokenspeed_model.py` stands in for the GPU), and CuTe DSL
-compiles each to an sm_100a cubin. Run as a script, it prints one JSON object a kernel; `--grid` compiles many more than
+compiles each to an sm_100a or sm_103a cubin. Run as a script, it prints one JSON object a kernel; `--grid` compiles many more than
 the handful of the test suite. A process of its own, because CuTe DSL reads its environment once.
 """
 
@@ -33,14 +33,16 @@ GRID += [dict(heads=128, query_dtype="fp8", operators=["mla_prefill", "mla_prefi
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--grid", action="store_true", help="many more kernels; takes half an hour on two cores")
+    parser.add_argument("--capability", choices=("10.0", "10.3"), default="10.0", help="of the GPU; default: 10.0")
     arguments = parser.parse_args()
+    capability = tuple(map(int, arguments.capability.split(".")))
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {"CUTE_DSL_NO_CACHE": "1", "CUTE_DSL_KEEP": "cubin", "CUTE_DSL_DUMP_DIR": folder}
-        os.environ |= {"CUTE_DSL_ARCH": "sm_100a"}
-        compile_all(GRID if arguments.grid else HANDFUL, Path(folder))
+        os.environ |= {"CUTE_DSL_ARCH": "sm_{}{}a".format(*capability)}
+        compile_all(GRID if arguments.grid else HANDFUL, Path(folder), capability)
 
 
-def compile_all(deployments: list[dict], folder: Path) -> None:
+def compile_all(deployments: list[dict], folder: Path, capability: tuple[int, int]) -> None:
     import pytest
 
     import tokenspeed_model
@@ -61,7 +63,7 @@ def compile_all(deployments: list[dict], folder: Path) -> None:
             cubin.unlink()
 
     with pytest.MonkeyPatch.context() as patches:
-        machine = tokenspeed_model.install(patches, compiler=compiler)
+        machine = tokenspeed_model.install(patches, capability=capability, compiler=compiler)
         machine.launches = False
         tokenspeed_model.without_finish()
         patches.setitem(dispatch.PREFERENCE, "cpu", ("tokenspeed", "reference"))
