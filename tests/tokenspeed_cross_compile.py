@@ -1,8 +1,8 @@
 """Compile the TokenSpeed kernels that warm-up asks for, for a GPU that is not there.
 
 The adapter and the real package choose the variants (`tokenspeed_model.py` stands in for the GPU), and CuTe DSL
-compiles each to an sm_100a or sm_103a cubin. Run as a script, it prints one JSON object a kernel; `--grid` compiles many more than
-the handful of the test suite. A process of its own, because CuTe DSL reads its environment once.
+compiles each to an sm_100a or sm_103a cubin. Run as a script, it prints one JSON object a kernel; `--grid` compiles
+many more than the handful of the test suite. A process of its own, because CuTe DSL reads its environment once.
 """
 
 import argparse
