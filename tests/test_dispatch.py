@@ -173,6 +173,23 @@ def test_triton_refuses_dims_beyond_its_tiles(operator, larger, named):
     assert named in triton_backend.why_not(operator, problem_of(operator, calls.example(operator) | shapes))
 
 
+@pytest.mark.parametrize(
+    "old, capability, refused", [(True, (8, 9), True), (True, (9, 0), False), (False, (8, 9), False)]
+)
+def test_triton_refuses_what_its_compiler_cannot(old, capability, refused, monkeypatch):
+    """A BF16 query over an FP8 cache under Triton 3.6, below compute capability 9.0."""
+    triton_backend = pytest.importorskip("ts_ops.backends.triton")
+    monkeypatch.setattr(triton_backend, "OLD_TRITON", old)
+    monkeypatch.setattr(triton_backend, "_has_fp8", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(triton_backend, "_lacks_bf16_conversion", triton_backend._lacks_bf16_conversion.__wrapped__)
+    call = calls.example("mla_decode", calls.BF16)
+    for cache, expected in ((calls.FP8, refused), (calls.BF16, False)):
+        problem = problem_of("mla_decode", call | dict(kv_cache=call["kv_cache"].to(cache)))
+        problem.device = torch.device("cuda:0")
+        assert ("Triton 3.7" in (triton_backend.why_not("mla_decode", problem) or "")) == expected
+
+
 def problem_of(operator: str, arguments: dict):
     args, kwargs = calls.split(calls.overload_of(operator), arguments)
     return PROBLEMS[operator](*args, **kwargs)

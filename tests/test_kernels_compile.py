@@ -133,6 +133,8 @@ SMALL = (("decode-H128-bf16", 86), ("decode-H128-fp8", 89), ("decode-H128-bf16-o
 
 @pytest.mark.parametrize("case, capability", [(c, 90) for c in CASES] + [(c, 80) for c in SM_80] + [*SMALL])
 def test_compiles_without_spills(case, capability):
+    if (case, capability) == ("decode-H128-bf16-over-fp8", 89) and triton_backend.OLD_TRITON:
+        pytest.skip("the backend refuses it by name under Triton 3.6")
     operator, problem = CASES[case]()
     launcher = getattr(triton_backend, operator)
     kernels = compiled_by(capability, lambda: launcher(problem, *problem.allocate()))

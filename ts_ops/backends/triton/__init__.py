@@ -12,7 +12,7 @@ import torch
 from ...meta.contract import FP8, Decode, Prefill
 
 try:
-    import triton  # noqa: F401
+    import triton
 except ImportError:
     _MISSING = "the package triton is not installed: pip install 'triton>=3.6'"
 else:
@@ -25,6 +25,7 @@ else:
     from .prefill import mla_prefill, mla_prefill_lse  # noqa: F401
 
 LIMITS = {} if _MISSING else {Decode: decode.why_not, Prefill: prefill.why_not}
+OLD_TRITON = not _MISSING and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 FP8_CAPABILITY = (8, 9)  # the first with e4m3 conversions; Triton has no such type below it
 
@@ -64,5 +65,4 @@ def _has_fp8(device: torch.device) -> bool:
 @functools.cache
 def _lacks_bf16_conversion(device: torch.device) -> bool:
     """Triton 3.6 converts FP16 to BF16 with an instruction that came with compute capability 9.0."""
-    old = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
-    return old and device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0)
+    return OLD_TRITON and device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0)
