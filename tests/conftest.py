@@ -157,6 +157,14 @@ def tokenspeed_machine(install_tokenspeed):
 
 
 @pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Case of `tiny_models` -> folder with its checkpoint, written once a module."""
+    from tiny_models import Folders  # which needs transformers
+
+    return Folders(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
 def one_thread():
     """Matrices of tiny models gain nothing from threads, and lose much where other processes want the cores."""
     threads = torch.get_num_threads()

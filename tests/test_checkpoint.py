@@ -10,12 +10,7 @@ from safetensors.torch import load_file, save_file
 from checkpoint import load_model
 from deepseek_config import CheckpointError, read_config
 from paged_cache import FP8
-from tiny_models import CASES, YARN, Folders
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    return Folders(tmp_path_factory)
+from tiny_models import CASES, YARN
 
 
 def corrupt(folder: Path) -> None:

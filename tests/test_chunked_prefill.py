@@ -14,7 +14,7 @@ import generation
 from checkpoint import load_model
 from chunked_prefill import cut, extend
 from paged_cache import FP8, PagedCache
-from tiny_models import YARN, Case, Folders
+from tiny_models import YARN, Case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -40,11 +40,6 @@ SPLITS = [
     Split("one-late", ((40, 1, 33, 0), (30, 0, 0, 8))),  # a long context beside a request without any
     Split("ragged", ((1, 0, 16, 7), (64, 1, 8, 1), (0, 0, 9, 0), (5, 0, 0, 0))),
 ]
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    return Folders(tmp_path_factory)
 
 
 def prompts_of(lengths=LENGTHS) -> list[list[int]]:

@@ -35,6 +35,13 @@ DEVICES = ["cpu", GPU]
 # operands of the products behind the decode (one scales by k_scale), and the residual's copy for its sum in cuBLAS.
 LAUNCHES = {"bf16": 19, "fp8": 19, "fp8-query": 19}
 
+on_every_device = pytest.mark.parametrize(
+    ("device", "options"),
+    [("cpu", {}), pytest.param("cuda", {}, marks=pytest.mark.gpu),
+     pytest.param("cuda", {"mode": "reduce-overhead"}, marks=pytest.mark.gpu)],
+    ids=["cpu-default", "cuda-default", "cuda-reduce-overhead"],
+)  # fmt: skip
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -229,12 +236,7 @@ def test_graphs_over_batch_sizes(options, mark, first, graphs, device):
     assert_same_rows(cache, eager_cache)
 
 
-@pytest.mark.parametrize(
-    ("device", "options"),
-    [("cpu", {}), pytest.param("cuda", {}, marks=pytest.mark.gpu),
-     pytest.param("cuda", {"mode": "reduce-overhead"}, marks=pytest.mark.gpu)],
-    ids=["cpu-default", "cuda-default", "cuda-reduce-overhead"],
-)  # fmt: skip
+@on_every_device
 def test_one_compiled_block_serves_61_layers(device, options):
     """Weights, caches and scales differ, and all are tensors. With CUDA graphs: recorded once each, then replayed."""
     with torch.device(device):
@@ -320,12 +322,7 @@ def large_cache(device: str, dtype: torch.dtype) -> LayerCache:
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP8], ids=["bf16", "fp8"])
-@pytest.mark.parametrize(
-    ("device", "options"),
-    [("cpu", {}), pytest.param("cuda", {}, marks=pytest.mark.gpu),
-     pytest.param("cuda", {"mode": "reduce-overhead"}, marks=pytest.mark.gpu)],
-    ids=["cpu-default", "cuda-default", "cuda-reduce-overhead"],
-)  # fmt: skip
+@on_every_device
 def test_no_step_moves_the_cache(device, options, dtype):
     """Nothing of the cache's size is allocated, copied or filled, and the rows arrive in the caller's own tensor."""
     launches.start_profiler(device)

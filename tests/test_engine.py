@@ -19,7 +19,7 @@ from engine import Engine, EngineSettings, Refused, Sampling
 from generation import Settings, generate, prefill
 from paged_cache import FP8, PageAllocator, PagedCache
 from speculative import sample, uniform
-from tiny_models import YARN, Case, Folders, build
+from tiny_models import YARN, Case, build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 gpu = pytest.mark.gpu
@@ -30,11 +30,6 @@ DENSE = Case("engine-dense", 3, settings={
 })  # fmt: skip
 LENGTHS = (1, 23, 5, 40, 2, 64, 9, 17)
 NEW = 16
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    return Folders(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

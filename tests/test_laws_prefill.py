@@ -233,9 +233,11 @@ def test_deterministic(dtype, target):
     assert same_bits(out, ts_ops.mla_prefill(*arguments, **options, max_seq_len_q=70, max_seq_len_kv=75))
 
 
-def test_strided_cumulative_lengths(target):
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_strided_cumulative_lengths(is_causal, target):
     """Columns of a wider tensor, whose neighbours hold other numbers."""
-    arguments, options = build(target.fit(Case((3, 0, 9), (5, 2, 9))), target.device, target.outside)
+    case = target.fit(Case((3, 0, 9), (5, 2, 9), is_causal=is_causal))
+    arguments, options = build(case, target.device, target.outside)
     expected, _ = oracle.prefill(*arguments, **options)
     wide = [torch.stack((cum, cum * 3 + 1), dim=1)[:, 0] for cum in arguments[3:5]]
     assert all(not cum.is_contiguous() for cum in wide)

@@ -12,7 +12,7 @@ import generation
 from checkpoint import load_model
 from generation import Settings, generate
 from paged_cache import FP8, PagedCache
-from tiny_models import CASES, YARN, Case, Folders, build
+from tiny_models import CASES, YARN, Case, build
 
 LENGTHS = (7, 19, 1)
 BLOCKS = Case("three-alike", 3, settings={"rope_parameters": YARN, "first_k_dense_replace": 0})
@@ -20,11 +20,6 @@ TWO_LAYERS = Case("two-layers", 3, settings={"rope_parameters": YARN, "num_hidde
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    return Folders(tmp_path_factory)
 
 
 def prompts_of(vocab: int = 97, lengths=LENGTHS) -> list[list[int]]:

@@ -11,7 +11,7 @@ from engine import Engine, EngineSettings, Sampling
 from generation import Settings, generate
 from paged_cache import FP8, PagedCache
 from speculative import PromptLookup, sample, uniform
-from tiny_models import YARN, Case, Folders
+from tiny_models import YARN, Case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -21,11 +21,6 @@ MIXTURE = Case("speculative", 2, settings={
 PROMPTS = [[5, 6, 7, 8] * 5, [1], list(range(40)), [3, 3, 3], [9, 10, 11, 12, 13] * 2 + [9, 10]]
 NEW = 40
 SAMPLING = Sampling(max_new_tokens=NEW)
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    return Folders(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

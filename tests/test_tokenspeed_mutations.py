@@ -102,7 +102,12 @@ MUTATIONS = [
     *(Mutation(f"contiguous {name}", f"{name}=_dense(problem.{name})", f"{name}=problem.{name}",
                law(prefill_laws.check, PrefillCase((5, 70), (40, 75), layout=layout)))
       for name, layout in (("query", "heads_first"), ("key", "heads_first"), ("value", "split"))),
-    Mutation("rows beyond their keys", "cum_q, cum_kv = package.finish.separate_empty_rows(problem)", "pass", FEW_KEYS),
+    Mutation("rows beyond their keys", "cum_q, cum_kv = package.finish.separate_empty_rows(problem)",
+             "cum_q, cum_kv = problem.cum_seq_lens_q, problem.cum_seq_lens_kv", FEW_KEYS),
+    Mutation("contiguous cumulative lengths",
+             "cum_q, cum_kv = _dense(problem.cum_seq_lens_q), _dense(problem.cum_seq_lens_kv)",
+             "cum_q, cum_kv = problem.cum_seq_lens_q, problem.cum_seq_lens_kv",
+             law(prefill_laws.test_strided_cumulative_lengths, False)),
     Mutation("prefill without keys or sequences", "if problem.tokens_kv == 0 or problem.batch == 0:", "if False:",
              law(prefill_laws.test_no_sequences, 0)),
     Mutation("output scale of a prefill", "out.mul_(problem.output_scale)", "pass",

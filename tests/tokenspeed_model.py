@@ -315,6 +315,7 @@ class PrefillKernel:
             assert tensor.data_ptr() % 16 == 0  # [16]
             assert tensor.numel() and batch  # [18]
         query, key, value, out = (contiguous(t)[0] for t in (query, key, value, out))  # [10]; [T, H_kv, group, D]
+        cum_q, cum_kv = contiguous(cum_q), contiguous(cum_kv)  # [8]
         query, out = query.flatten(1, 2), out.view(out.shape[0], heads, -1)
         key, value = key[:, :, 0].float(), value[:, :, 0].float()
         for s in range(batch):  # [11]

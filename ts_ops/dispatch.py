@@ -105,7 +105,7 @@ def compiled(device: torch.device) -> dict[str, int]:
 
 
 def _choose(operator: str, problem) -> tuple[str, ModuleType | Guard] | None:
-    for candidate in _candidates(problem.device, _forced.name or _environment):
+    for candidate in _candidates(problem.device, forced()):
         if candidate[1].why_not(operator, problem) is None:
             return candidate
     return None

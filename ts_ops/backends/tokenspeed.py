@@ -236,9 +236,10 @@ def mla_prefill(problem: Prefill, out: Tensor, lse: Tensor | None = None) -> Non
     with package.on_device(problem.device):
         variant = prefill_variant(problem, lse is not None)
         _refuse_to_compile_in_capture("mla_prefill", variant)
-        cum_q, cum_kv = _dense(problem.cum_seq_lens_q), _dense(problem.cum_seq_lens_kv)
         if problem.is_causal:
             cum_q, cum_kv = package.finish.separate_empty_rows(problem)
+        else:
+            cum_q, cum_kv = _dense(problem.cum_seq_lens_q), _dense(problem.cum_seq_lens_kv)
         call = functools.partial(
             package.prefill,
             query=_dense(problem.query),
