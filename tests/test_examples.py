@@ -1,8 +1,11 @@
 """Promise: the two short examples do what their first lines say, on a CPU and on a GPU, and agree with eager mode.
 
-Each stays under 60 lines, for a reader to copy.
+Each stays under 60 lines, for a reader to copy. The benchmark of whole models measures what it says, and says what it
+could not measure.
 """
 
+import csv
+import importlib.util
 import os
 import re
 import subprocess
@@ -54,3 +57,78 @@ def test_help_and_size(example, capsys):
         example.main(["--help"])
     assert ended.value.code == 0 and "--device" in capsys.readouterr().out
     assert len(Path(example.__file__).read_text().splitlines()) < 60
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    pytest.importorskip("transformers")
+    path = Path(cuda_graph.__file__).parent / "benchmarks" / "generation.py"
+    spec = importlib.util.spec_from_file_location("generation_benchmark", path)  # examples/ has a `generation` too
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+TINY = "--shape tiny --device cpu --batch-sizes 2 1 --contexts 70 40 --prompt-tokens 50 --chunk-tokens 20 --steps 2"
+
+
+@pytest.mark.parametrize("attention", ["V2", "V3"])
+def test_generation_benchmark(benchmark, attention, tmp_path, capsys, monkeypatch, one_thread):
+    if attention == "V3":
+        small = dict(vocab_size=512, hidden_size=128, num_attention_heads=4, num_key_value_heads=4)
+        small |= dict(q_lora_rank=64, intermediate_size=256)
+        monkeypatch.setitem(benchmark.SHAPES, "tiny", benchmark.SHAPES["v3-attention"] | small)
+    assert benchmark.main([*TINY.split(), "--csv", str(tmp_path / "figures.csv")]) == 0
+    with open(tmp_path / "figures.csv") as file:
+        rows = list(csv.DictReader(file))
+    cases = {(row["kind"], row["path"], row["batch"], row["context"]) for row in rows}
+    paths = ("ours bf16", "ours fp8", "transformers")
+    assert cases == {
+        ("decode", path, batch, context) for path in paths for batch in "21" for context in ("70", "40")
+    } | {("prefill", path, "1", "50") for path in ("ours", "ours, pieces of 20", "transformers")}
+    for row in rows:
+        tokens = int(row["batch"] if row["kind"] == "decode" else row["context"])
+        assert float(row["tokens_per_second"]) == pytest.approx(tokens / float(row["milliseconds"]) * 1e3)
+        # Two small models in bf16, or over an FP8 cache; of unrelated logits it is about 1.4.
+        assert row["path"] == "transformers" or float(row["difference"]) < (0.1 if "fp8" in row["path"] else 0.03)
+    table = capsys.readouterr().out.split("\ndecode  ")[1].splitlines()
+    assert [line.split()[:4] for line in table[1:5]] == [["B", b, "S", c] for b in ("2,", "1,") for c in ("70", "40")]
+
+
+def test_generation_benchmark_names_what_it_did_not_measure(benchmark, capsys, monkeypatch, one_thread):
+    def fail(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.\nmore")
+        yield
+
+    def refuse(*arguments):
+        raise ValueError("no such thing\nmore")
+        yield
+
+    monkeypatch.setattr(benchmark, "decode_theirs", fail)
+    monkeypatch.setattr(benchmark, "prefill_once", refuse)
+    assert benchmark.main(TINY.split()) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("transformers: out of memory\n") == 4 and "ValueError: no such thing\n" in printed
+    assert benchmark.main([*TINY.split(), "--time-limit", "0"]) == 0
+    assert capsys.readouterr().out.split("without a figure:")[1].count("not run\n") == 15
+
+
+def test_generation_benchmark_shares_weights(benchmark):
+    bench = benchmark.Bench(benchmark.parse_arguments(TINY.split()))
+    theirs = {weight.data_ptr() for weight in bench.peer.parameters()}
+    copied = {name for name, weight in bench.model.named_parameters() if weight.data_ptr() not in theirs}
+    assert all(".mlp.gate." in name for name in copied)
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ("--shape small", "invalid choice: 'small'"),
+    ("--batch-sizes 8 0", "--batch-sizes must be at least 1, got [8, 0]"),
+    ("--steps 0", "--steps must be at least 1, got 0"),
+    ("--contexts 163840", "within 0 and 163840 positions"),
+    ("--prompt-tokens -1", "within 0 and 163840 positions"),
+])  # fmt: skip
+def test_generation_benchmark_refuses(benchmark, arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main(["--device", "cpu", *arguments.split()])
+    assert ended.value.code == 2 and message in capsys.readouterr().err
