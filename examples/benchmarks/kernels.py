@@ -1,248 +1,432 @@
-"""Time the operators against their peers and against the machine's own ceilings, on one GPU, in one process.
+"""Time the operators beside their peers and this machine's ceilings, in one process.
 
-    python examples/benchmarks/kernels.py [decode] [prefill] [merge] [--csv FILE]
+    python examples/benchmarks/kernels.py [--operators decode prefill merge cache] [--dtypes bf16 fp8]
+        [--cases headline|full] [--backends triton ...] [--csv FILE] [--plots FOLDER] [--time-limit SECONDS]
 
-Every result is checked against float64 before it is timed. Each call is captured in a CUDA graph, so that times are
-the GPU's and not the host's, and its replays are timed by `triton.testing.do_bench` (the L2 cache is flushed between
-runs) in interleaved rounds, each long enough for the clocks to settle at what the kernel's power allows; a ratio
-compares two medians of this one run. Peers that are not
-installed are named at the top. Columns of the decode table: microseconds, and the share that the memory or the
-arithmetic floor has in our time, by the ceilings measured in the same run.
+Every result is checked against float64 before it is timed; `measure.py` says how times are taken, `peers.py` what runs
+beside ours. Without --backends the backend that serves such calls anyway is timed. Columns of the table: microseconds
+(median, 10th and 90th percentile); the larger of the floors that bytes and FLOPs set, by the copy and the matrix
+products measured at the start, and its share in the time; the error ||out - ref|| / ||ref||, of all that was checked
+and of the worst row; the ratio of our time to that of the fastest peer of the same dtype. A peer that has no kernel for
+the dtypes asked for runs in bf16. Nothing here changes the clocks; --device cpu runs tiny cases to prove the path.
 """
 
 import argparse
-import csv
 import importlib.util
-import statistics
 import sys
-from collections.abc import Callable
+import time
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import torch
-import triton
-from triton.testing import do_bench
+from measure import DTYPE_NAMES, TABLE_HEAD, Ceilings, CsvFile, Stopwatch, plot, run_case, table_line
+from peers import BF16, FP8, PEERS, Peer
 
-import ts_ops
+from ts_ops import dispatch
 
-FP8 = torch.float8_e4m3fn
-SCALE = 192**-0.5
-ROUNDS = 3
+SCALE = 192**-0.5  # DeepSeek's, of the head dim before absorption: 128 + 64
+
+
+class Case:
+    """One problem of one operator.
+
+    Each kind has a `label` and five methods: `inputs` makes the tensors, `arguments` the call of ours (operator, args,
+    kwargs), `sample` picks from a result what `expected` computes in float64, and `work` counts the bytes and FLOPs
+    that no implementation can avoid. `tolerance` bounds the relative error of the whole sample.
+    """
+
+    operator: ClassVar[str]
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (BF16,)
+    tolerance: ClassVar[dict[torch.dtype, float]]
 
 
 @dataclass(frozen=True)
-class Decode:
+class Decode(Case):
+    """`shortest` > 0: lengths spread evenly in their logarithm from there to `length`. Checked: three requests."""
+
     batch: int
     length: int
     heads: int
     q_len: int = 1
-    dtype: torch.dtype = torch.bfloat16
-    page_size: int = 64
+    shortest: int = 0
+
+    operator = "decode"
+    dtypes = (BF16, FP8)
+    tolerance = {BF16: 6e-3, FP8: 3e-2}  # some kernels round the softmax weights to e4m3: 2.6 % in the mean square
+    page_size = 64
+
+    @property
+    def label(self) -> str:
+        lengths = f"{self.shortest}-{self.length}" if self.shortest else self.length
+        return f"B{self.batch} S{lengths} H{self.heads} q{self.q_len}"
+
+    @property
+    def lengths(self) -> list[int]:
+        if not self.shortest:
+            return [self.length] * self.batch
+        spread = torch.rand(self.batch, generator=torch.Generator().manual_seed(0)).tolist()
+        return [self.length] + [round(self.shortest * (self.length / self.shortest) ** x) for x in spread[1:]]
+
+    @property
+    def checked(self) -> list[int]:
+        return sorted({0, self.batch // 2, self.batch - 1})
+
+    def inputs(self, dtype, device):
+        pages = -(-self.length // self.page_size)
+        cache = torch.randn(self.batch * pages, self.page_size, 576, device=device, dtype=BF16).to(dtype)
+        tables = torch.randperm(self.batch * pages, device=device).int().view(self.batch, pages)
+        query = torch.randn(self.batch, self.q_len, self.heads, 576, device=device, dtype=BF16).to(dtype)
+        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=device)
+        return SimpleNamespace(query=query, cache=cache, tables=tables, lengths=lengths, scale=SCALE)
+
+    def arguments(self, inputs):
+        return "mla_decode", (inputs.query, inputs.cache, inputs.tables, inputs.lengths, inputs.scale), {}
+
+    def sample(self, inputs, result):
+        return result[self.checked]
+
+    def expected(self, inputs):
+        outputs = []
+        for request in self.checked:
+            length = self.lengths[request]
+            keys = inputs.cache[inputs.tables[request].long()].flatten(0, 1)[:length].double()
+            scores = inputs.query[request].double() @ keys.T * inputs.scale  # [q_len, H, length]
+            for row in range(self.q_len - 1):
+                scores[row, :, length - (self.q_len - 1) + row :] = -torch.inf
+            outputs.append(torch.softmax(scores, dim=-1) @ keys[:, :512])
+        return torch.stack(outputs)
+
+    def work(self, inputs):
+        tokens = sum(self.lengths)
+        pairs = self.q_len * tokens - self.batch * self.q_len * (self.q_len - 1) // 2
+        output = self.batch * self.q_len * self.heads * 512 * 2
+        size = tokens * 576 * inputs.cache.element_size() + inputs.query.nbytes + output
+        return size, 2 * self.heads * pairs * (576 + 512)
 
 
-DECODE = [
-    Decode(batch, length, heads, q_len, dtype)
-    for dtype in (torch.bfloat16, FP8)
-    for batch, length, heads, q_len in (
-        (1, 4096, 128, 1), (1, 65536, 128, 1), (4, 8192, 128, 1), (16, 8192, 128, 1), (64, 8192, 128, 1),
-        (128, 4096, 128, 1), (64, 8192, 128, 2), (64, 8192, 64, 1), (64, 8192, 16, 1), (128, 8192, 16, 1),
-        (16, 32768, 16, 1),
-    )
-]  # fmt: skip
-PREFILL = [(1, 4096, True), (1, 8192, True), (4, 2048, True), (1, 8192, False)]
-MERGE = [8192, 32768]
+@dataclass(frozen=True)
+class Prefill(Case):
+    """Checked: three heads of the first and last sequence, at its start, middle and end."""
 
+    batch: int
+    length: int
+    causal: bool = True
+    heads: int = 128
 
-def medians(calls: dict[str, Callable]) -> dict[str, float]:
-    """Median microseconds of a replay of each call; the calls take turns, and turns at being first."""
-    graphs = {}
-    for name, call in calls.items():
-        call()
-        torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
-            call()
-    times = {name: [] for name in calls}
-    order = list(graphs)
-    for _ in range(ROUNDS):
-        order.append(order.pop(0))
-        for name in order:
-            times[name].append(do_bench(graphs[name].replay, warmup=100, rep=150, return_mode="median") * 1e3)
-    return {name: statistics.median(values) for name, values in times.items()}
+    operator = "prefill"
+    dtypes = (BF16, FP8)
+    tolerance = {BF16: 6e-3, FP8: 4e-2}  # as in decode, and some round by blocks with a scale each
 
+    @property
+    def label(self) -> str:
+        return f"B{self.batch} S{self.length} H{self.heads} {'causal' if self.causal else 'full'}"
 
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((actual.double() - expected).norm() / expected.norm()).item()
+    @property
+    def checked(self) -> tuple[list[int], list[int], list[int]]:
+        """Sequences, rows, heads."""
+        few, half = min(32, self.length), self.length // 2
+        rows = {*range(few), *range(half, min(half + few, self.length)), *range(self.length - few, self.length)}
+        return sorted({0, self.batch - 1}), sorted(rows), sorted({0, self.heads // 2, self.heads - 1})
 
-
-def ceilings() -> tuple[float, float]:
-    """Measured copy bandwidth (bytes/s, read + write) and bf16 matrix rate (FLOP/s)."""
-    source = torch.randn(1 << 29, device="cuda")
-    target = torch.empty_like(source)
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in "ab")
-    copy = do_bench(lambda: target.copy_(source), return_mode="median") / 1e3
-    product = do_bench(lambda: a @ b, return_mode="median") / 1e3
-    return 2 * source.nbytes / copy, 2 * 8192**3 / product
-
-
-def decode_inputs(case: Decode):
-    pages = -(-case.length // case.page_size)
-    cache = torch.randn(case.batch * pages, case.page_size, 576, device="cuda", dtype=torch.bfloat16)
-    table = torch.randperm(case.batch * pages, device="cuda", dtype=torch.int32).view(case.batch, pages)
-    lengths = torch.full((case.batch,), case.length, dtype=torch.int32, device="cuda")
-    query = torch.randn(case.batch, case.q_len, case.heads, 576, device="cuda", dtype=torch.bfloat16)
-    return query.to(case.dtype), cache.to(case.dtype), table, lengths
-
-
-def decode_expected(query, cache, table, lengths) -> torch.Tensor:
-    """Float64 output of the last request, [q_len, H, 512]."""
-    keys = cache[table[-1].long()].flatten(0, 1)[: int(lengths[-1])].double()
-    scores = query[-1].double() @ keys.T * SCALE
-    q_len, last = query.shape[1], torch.arange(keys.shape[0], device="cuda")
-    for i in range(q_len):
-        scores[i].masked_fill_(last >= keys.shape[0] - (q_len - 1) + i, -torch.inf)
-    return torch.softmax(scores, dim=-1) @ keys[:, :512]
-
-
-def flash_mla_call(query, cache, table, lengths) -> Callable:
-    import flash_mla
-
-    plan, _ = flash_mla.get_mla_metadata()
-    return lambda: flash_mla.flash_mla_with_kvcache(
-        query, cache[:, :, None], table, lengths, 512, plan, softmax_scale=SCALE, causal=True
-    )[0]
-
-
-def flashinfer_call(query, cache, table, lengths) -> Callable:
-    import flashinfer
-
-    batch, q_len, heads, _ = query.shape
-    pages = table.shape[1]
-    wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(
-        torch.empty(128 << 20, dtype=torch.uint8, device="cuda"), backend="fa3"
-    )
-    starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
-    wrapper.plan(
-        starts * q_len, starts * pages, table.flatten(), lengths, heads, 512, 64, cache.shape[1], q_len > 1, SCALE,
-        query.dtype, cache.dtype,
-    )  # fmt: skip
-    flat = query.flatten(0, 1)
-    return lambda: wrapper.run(flat[..., :512], flat[..., 512:], cache[..., :512], cache[..., 512:]).view(
-        batch, q_len, heads, 512
-    )
-
-
-DECODE_PEERS = {"flash_mla": flash_mla_call, "flashinfer": flashinfer_call}
-
-
-def bench_decode(bandwidth: float, rate: float, rows: list[dict]) -> None:
-    print(f"\n{'decode':28}{'ours µs':>9}{'floor':>7}{'error':>9}" + "".join(f"{p:>22}" for p in DECODE_PEERS))
-    for case in DECODE:
-        inputs = decode_inputs(case)
-        expected = decode_expected(*inputs)
-        calls = {"ours": lambda: ts_ops.mla_decode(*inputs, SCALE)}
-        if case.dtype != FP8:  # neither peer has a dense FP8 x FP8 decode for Hopper
-            for name, make in DECODE_PEERS.items():
-                if importlib.util.find_spec(name):
-                    try:
-                        calls[name] = make(*inputs)
-                        calls[name]()
-                    except Exception as error:  # a peer may refuse a shape: say so and go on
-                        calls.pop(name, None)
-                        print(f"  {name} refuses {case}: {str(error).splitlines()[0]}", file=sys.stderr)
-        errors = {name: relative_error(call()[-1], expected) for name, call in calls.items()}
-        assert all(error < 2e-2 for error in errors.values()), errors
-        times = medians(calls)
-        size = case.batch * case.length * 576 * inputs[1].element_size()
-        flops = 2 * case.batch * case.q_len * case.heads * case.length * 1088
-        floor = max(size / bandwidth, flops / rate) * 1e6
-        label = f"{str(case.dtype)[6:14]} B{case.batch} S{case.length} H{case.heads} q{case.q_len}"
-        line = f"{label:28}{times['ours']:9.1f}{floor / times['ours']:7.0%}{errors['ours']:9.1e}"
-        for peer in DECODE_PEERS:
-            line += f"{times[peer]:12.1f} ({times['ours'] / times[peer]:5.2f}x)" if peer in times else f"{'-':>22}"
-        print(line, flush=True)
-        rows.append({"operator": "mla_decode", "case": label, **times})
-
-
-def bench_prefill(bandwidth: float, rate: float, rows: list[dict]) -> None:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    print(f"\n{'prefill bf16 H128 192/128':28}{'ours µs':>9}{'TFLOP/s':>9}{'error':>9}{'cuDNN':>22}")
-    for batch, length, causal in PREFILL:
-        tokens = batch * length
-        query, key = (torch.randn(tokens, 128, 192, device="cuda", dtype=torch.bfloat16) for _ in "qk")
-        value = torch.randn(tokens, 128, 128, device="cuda", dtype=torch.bfloat16)
-        cum = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * length
-        q, k, v = (x.view(batch, length, 128, -1).transpose(1, 2) for x in (query, key, value))
-
-        def cudnn():
-            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-                return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=SCALE)
-
-        calls = {
-            "ours": lambda: ts_ops.mla_prefill(query, key, value, cum, cum, SCALE, is_causal=causal),
-            "cudnn": cudnn,
-        }
-        scores = q[-1, 0].double() @ k[-1, 0].double().T * SCALE
-        if causal:
-            scores += torch.full_like(scores, -torch.inf).triu(1)
-        expected = torch.softmax(scores, -1) @ v[-1, 0].double()
-        error = relative_error(calls["ours"]()[-length:, 0], expected)
-        assert error < 1e-2, error
-        times = medians(calls)
-        flops = 2 * batch * 128 * length * length * 320 / (2 if causal else 1)
-        label = f"B{batch} S{length} {'causal' if causal else 'full'}"
-        print(
-            f"{label:28}{times['ours']:9.1f}{flops / times['ours'] / 1e6:9.0f}{error:9.1e}"
-            f"{times['cudnn']:12.1f} ({times['ours'] / times['cudnn']:5.2f}x)",
-            flush=True,
+    def inputs(self, dtype, device):
+        tokens = self.batch * self.length
+        query, key, value = (
+            torch.randn(tokens, self.heads, dim, device=device, dtype=BF16).to(dtype) for dim in (192, 192, 128)
         )
-        rows.append({"operator": "mla_prefill", "case": label, **times})
+        starts = torch.arange(self.batch + 1, device=device, dtype=torch.int32) * self.length
+
+        def by_sequence():
+            return tuple(x.view(self.batch, self.length, self.heads, -1) for x in (query, key, value))
+
+        tensors = {"query": query, "key": key, "value": value, "starts": starts}
+        return SimpleNamespace(**tensors, scale=SCALE, by_sequence=by_sequence)
+
+    def arguments(self, inputs):
+        tensors = inputs.query, inputs.key, inputs.value, inputs.starts, inputs.starts
+        options = {"is_causal": self.causal, "max_seq_len_q": self.length, "max_seq_len_kv": self.length}
+        return "mla_prefill", (*tensors, inputs.scale), options
+
+    def sample(self, inputs, result):
+        sequences, rows, heads = self.checked
+        result = result.reshape(self.batch, self.length, self.heads, 128)
+        return result[sequences][:, rows][:, :, heads].transpose(1, 2)
+
+    def expected(self, inputs):
+        sequences, rows, heads = self.checked
+        query, key, value = (x[sequences][:, :, heads].transpose(1, 2).double() for x in inputs.by_sequence())
+        scores = query[:, :, rows] @ key.mT * inputs.scale  # [sequences, heads, rows, length]
+        if self.causal:
+            position = torch.arange(self.length, device=scores.device)
+            scores.masked_fill_(position > position[rows][:, None], -torch.inf)
+        return torch.softmax(scores, dim=-1) @ value
+
+    def work(self, inputs):
+        pairs = self.batch * self.length * (self.length + 1) // 2 if self.causal else self.batch * self.length**2
+        output = self.batch * self.length * self.heads * 128 * 2
+        size = inputs.query.nbytes + inputs.key.nbytes + inputs.value.nbytes + output
+        return size, 2 * self.heads * pairs * (192 + 128)
 
 
-def bench_merge(bandwidth: float, rate: float, rows: list[dict]) -> None:
-    print(f"\n{'merge bf16 H128 D128':28}{'ours µs':>9}{'TB/s':>7}{'of copy':>9}")
-    for tokens in MERGE:
-        prefix, suffix = (torch.randn(tokens, 128, 128, device="cuda", dtype=torch.bfloat16) for _ in "ps")
-        lse, other = (torch.randn(tokens, 128, device="cuda") for _ in "ps")
-        calls = {"ours": lambda: ts_ops.merge_attn_states(prefix, lse, suffix, other)}
-        weight = torch.sigmoid(lse.double() - other.double())[..., None]
-        error = relative_error(calls["ours"]()[0], weight * prefix.double() + (1 - weight) * suffix.double())
-        assert error < 1e-2, error
-        time = medians(calls)["ours"]
-        speed = 3 * (prefix.nbytes + lse.nbytes) / time * 1e6
-        label = f"T{tokens}"
-        print(f"{label:28}{time:9.1f}{speed / 1e12:7.2f}{speed / bandwidth:9.1%}", flush=True)
-        rows.append({"operator": "merge_attn_states", "case": label, "ours": time})
+def spread(tokens: int) -> slice:
+    """At most 512 rows, evenly spread."""
+    return slice(None, None, -(-tokens // 512))
 
 
-BENCHES = {"decode": bench_decode, "prefill": bench_prefill, "merge": bench_merge}
+@dataclass(frozen=True)
+class Merge(Case):
+    """Checked: at most 512 tokens, evenly spread."""
+
+    tokens: int
+    heads: int = 128
+
+    operator = "merge"
+    tolerance = {BF16: 4e-3}
+
+    @property
+    def label(self) -> str:
+        return f"T{self.tokens} H{self.heads} D128"
+
+    def inputs(self, dtype, device):
+        prefix, suffix = (torch.randn(self.tokens, self.heads, 128, device=device, dtype=dtype) for _ in "ps")
+        prefix_lse, suffix_lse = (torch.randn(self.tokens, self.heads, device=device) for _ in "ps")
+        return SimpleNamespace(prefix=prefix, prefix_lse=prefix_lse, suffix=suffix, suffix_lse=suffix_lse)
+
+    def arguments(self, inputs):
+        return "merge_attn_states", (inputs.prefix, inputs.prefix_lse, inputs.suffix, inputs.suffix_lse), {}
+
+    def sample(self, inputs, result):
+        return result[0][spread(self.tokens)]
+
+    def expected(self, inputs):
+        rows = spread(self.tokens)
+        weight = torch.sigmoid(inputs.prefix_lse[rows].double() - inputs.suffix_lse[rows].double())[..., None]
+        return weight * inputs.prefix[rows].double() + (1 - weight) * inputs.suffix[rows].double()
+
+    def work(self, inputs):
+        return 3 * (inputs.prefix.nbytes + inputs.prefix_lse.nbytes), 0
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class CacheWrite(Case):
+    """Fills a cache of `tokens` slots in random order; an FP8 cache with a scale. Its rounding is defined: no error."""
+
+    tokens: int
+
+    operator = "cache"
+    dtypes = (BF16, FP8)
+    tolerance = {BF16: 0.0, FP8: 0.0}
+
+    @property
+    def label(self) -> str:
+        return f"write T{self.tokens}"
+
+    def inputs(self, dtype, device):
+        latent, rope = (torch.randn(self.tokens, dim, device=device, dtype=BF16) for dim in (512, 64))
+        cache = torch.zeros(self.tokens // 64, 64, 576, device=device, dtype=dtype)
+        slots = torch.randperm(self.tokens, device=device)
+        options = {"k_scale": torch.full((1,), 0.5, device=device)} if dtype == FP8 else {}
+        return SimpleNamespace(cache=cache, latent=latent, rope=rope, slots=slots, options=options)
+
+    def arguments(self, inputs):
+        return "mla_kv_cache_write", (inputs.cache, inputs.latent, inputs.rope, inputs.slots), inputs.options
+
+    def sample(self, inputs, result):
+        return result.flatten(0, 1)[inputs.slots]
+
+    def expected(self, inputs):
+        rows = torch.cat((inputs.latent, inputs.rope), dim=-1).float()
+        return (rows / inputs.options.get("k_scale", 1.0)).to(inputs.cache.dtype).double()
+
+    def work(self, inputs):
+        return inputs.latent.nbytes + inputs.rope.nbytes + inputs.slots.nbytes + inputs.cache.nbytes, 0
+
+
+@dataclass(frozen=True)
+class CacheGather(Case):
+    """Equal ranges of `batch` requests; an FP8 cache is dequantised to bf16."""
+
+    batch: int
+    length: int
+
+    operator = "cache"
+    dtypes = (BF16, FP8)
+    tolerance = {BF16: 0.0, FP8: 0.0}
+
+    @property
+    def label(self) -> str:
+        return f"gather B{self.batch} S{self.length}"
+
+    def inputs(self, dtype, device):
+        pages = self.batch * self.length // 64
+        cache = torch.randn(pages, 64, 576, device=device, dtype=BF16).to(dtype)
+        tables = torch.randperm(pages, device=device).int().view(self.batch, -1)
+        starts = torch.arange(self.batch + 1, device=device, dtype=torch.int32) * self.length
+        options = {"k_scale": torch.full((1,), 0.5, device=device), "dtype": BF16} if dtype == FP8 else {}
+        return SimpleNamespace(cache=cache, tables=tables, starts=starts, options=options)
+
+    def arguments(self, inputs):
+        args = inputs.cache, inputs.tables, inputs.starts, self.batch * self.length
+        return "mla_kv_cache_gather", args, inputs.options
+
+    def sample(self, inputs, result):
+        return result
+
+    def expected(self, inputs):
+        rows = inputs.cache[inputs.tables.long().flatten()].flatten(0, 1).double()
+        return rows * inputs.options.get("k_scale", 1.0)
+
+    def work(self, inputs):
+        return inputs.cache.nbytes + self.batch * self.length * 576 * 2, 0
+
+
+@dataclass(frozen=True)
+class Pack(Case):
+    """FP8 keys and values of a prefill. Checked as `Merge` is."""
+
+    tokens: int
+    heads: int = 128
+
+    operator = "cache"
+    dtypes = (FP8,)
+    tolerance = {FP8: 0.0}
+
+    @property
+    def label(self) -> str:
+        return f"pack T{self.tokens} H{self.heads}"
+
+    def inputs(self, dtype, device):
+        nope, value = (torch.randn(self.tokens, self.heads, 128, device=device, dtype=BF16) for _ in "kv")
+        return SimpleNamespace(nope=nope, rope=torch.randn(self.tokens, 64, device=device, dtype=BF16), value=value)
+
+    def arguments(self, inputs):
+        return "mla_kv_pack_quantize_fp8", (inputs.nope, inputs.rope, inputs.value), {}
+
+    def sample(self, inputs, result):
+        rows = spread(self.tokens)
+        return torch.cat([x[rows].float() for x in result], dim=-1)
+
+    def expected(self, inputs):
+        rows = spread(self.tokens)
+        rope = inputs.rope[rows, None].expand(-1, self.heads, -1)
+        return torch.cat((inputs.nope[rows], rope, inputs.value[rows]), dim=-1).to(FP8).double()
+
+    def work(self, inputs):
+        read = inputs.nope.nbytes + inputs.rope.nbytes + inputs.value.nbytes
+        return read + self.tokens * self.heads * (192 + 128), 0
+
+
+def ragged(heads: int) -> Decode:
+    return Decode(64, 32768, heads, shortest=1024)
+
+
+PRESETS: dict[str, list[Case]] = {
+    "tiny": [
+        Decode(2, 200, 4), Decode(3, 130, 2, q_len=2, shortest=10), Prefill(2, 40, heads=2),
+        Prefill(1, 40, causal=False, heads=2), Merge(16, heads=2), CacheWrite(128), CacheGather(2, 64),
+        Pack(16, heads=2),
+    ],
+    "headline": [
+        Decode(64, 8192, 128), Decode(64, 8192, 64), Decode(64, 8192, 16), Decode(64, 8192, 128, q_len=2),
+        Decode(1, 65536, 128), Decode(4, 8192, 128), ragged(128), Prefill(1, 8192), Prefill(1, 8192, causal=False),
+        Merge(8192), CacheWrite(8192), CacheGather(8, 8192), Pack(8192),
+    ],
+    "full": [
+        *(Decode(batch, length, 128, q_len) for q_len in (1, 2) for batch in (64, 128) for length in (8192, 4096)),
+        *(Decode(batch, 8192, heads) for heads in (64, 16) for batch in (64, 128)),
+        *(Decode(batch, length, heads) for heads in (128, 16) for batch in (1, 4) for length in (4096, 65536)),
+        *(ragged(heads) for heads in (128, 64, 16)),
+        Prefill(1, 8192), Prefill(1, 8192, causal=False), Prefill(1, 4096), Prefill(4, 2048),
+        Prefill(1, 8192, heads=16), Merge(8192), Merge(32768), CacheWrite(64), CacheWrite(8192), CacheWrite(65536),
+        CacheGather(8, 8192), CacheGather(64, 8192), Pack(8192), Pack(32768),
+    ],
+}  # fmt: skip
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", metavar="decode|prefill|merge", help="default: all three")
-    parser.add_argument("--csv", help="also write the medians, in microseconds, to this file")
-    options = parser.parse_args()
-    if unknown := set(options.what).difference(BENCHES):
-        parser.error(f"unknown benchmark {sorted(unknown)[0]!r}; choose from {', '.join(BENCHES)}")
-    if not torch.cuda.is_available():
-        sys.exit("these benchmarks need an NVIDIA GPU")
+    parser.add_argument("--operators", nargs="+", choices=PEERS, default=list(PEERS), help="default: all")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPE_NAMES, default=list(DTYPE_NAMES), help="default: both")
+    parser.add_argument("--cases", choices=PRESETS, help="default: headline, on a CPU tiny")
+    parser.add_argument("--backends", nargs="+", choices=dispatch.BACKENDS, help="of ours, to force and compare")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--repeats", type=int, default=15, help="timed runs of each contender (default: 15)")
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="start no case after this time")
+    parser.add_argument("--csv", metavar="FILE", help="write all rows to this file")
+    parser.add_argument("--plots", metavar="FOLDER", help="write a PNG for each operator to this folder")
+    options = parser.parse_args(arguments)
+    on_gpu = options.device == "cuda"
+    options.cases = options.cases or ("headline" if on_gpu else "tiny")
+    if options.repeats < 1:
+        parser.error(f"argument --repeats: must be at least 1, got {options.repeats}")
+    if options.time_limit is not None and options.time_limit <= 0:
+        parser.error(f"argument --time-limit: must be above 0, got {options.time_limit:g}")
+    if options.csv and not Path(options.csv).absolute().parent.is_dir():
+        parser.error(f"argument --csv: no folder {Path(options.csv).absolute().parent}")
+    if on_gpu and not torch.cuda.is_available():
+        parser.error("no NVIDIA GPU here: --device cpu runs tiny cases")
+    if not on_gpu and options.cases != "tiny":
+        parser.error(f"argument --cases: {options.cases} needs an NVIDIA GPU, got --device cpu")
+    if options.plots and importlib.util.find_spec("matplotlib") is None:
+        parser.error("argument --plots: matplotlib is not installed: pip install matplotlib")
+    return options
+
+
+@torch.no_grad()
+def main(arguments: list[str] | None = None) -> int:
+    """0, or 1 where a call of ours failed or gave a wrong result."""
+    started = time.monotonic()
+    options = parse(arguments)
     torch.manual_seed(0)
-    bandwidth, rate = ceilings()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
-    print(f"ceilings measured now: copy {bandwidth / 1e12:.2f} TB/s, bf16 matrix product {rate / 1e12:.0f} TFLOP/s")
-    for peer in DECODE_PEERS:
-        if not importlib.util.find_spec(peer):
-            print(f"peer not installed: {peer}")
-    rows: list[dict] = []
-    for name in options.what or BENCHES:
-        BENCHES[name](bandwidth, rate, rows)
-    if options.csv:
-        with open(options.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, ["operator", "case", "ours", *DECODE_PEERS, "cudnn"])
-            writer.writeheader()
-            writer.writerows(rows)
+    device = torch.device(options.device)
+    dtypes = [DTYPE_NAMES[name] for name in options.dtypes]
+    stopwatch = Stopwatch(device)
+    ceilings = Ceilings.measured(stopwatch, options.repeats)
+    where = torch.cuda.get_device_name(device) if stopwatch.on_gpu else "CPU"
+    title = f"{where}, torch {torch.__version__}; measured ceilings: {ceilings}"
+    print(title)
+    peers = {operator: available_peers(operator, device) for operator in options.operators}
+    csv_file = CsvFile(options.csv) if options.csv else None
+    cases = [case for case in PRESETS[options.cases] if case.operator in options.operators]
+    rows, not_run = [], []
+    for case in cases:
+        if not set(case.dtypes) & set(dtypes):
+            print(f"{case.operator} {case.label}: has no {' or '.join(options.dtypes)}")
+            continue
+        if options.time_limit and time.monotonic() - started > options.time_limit:
+            not_run.append(f"{case.operator} {case.label}")
+            continue
+        if not rows or rows[-1].operator != case.operator:
+            print(f"\n{case.operator}\n{TABLE_HEAD}")
+        new = run_case(case, dtypes, options.backends, peers[case.operator], stopwatch, ceilings, options.repeats)
+        print("\n".join(map(table_line, new)), flush=True)
+        rows += new
+        if csv_file:
+            csv_file.write(new)
+    if csv_file:
+        csv_file.close()
+    if not_run:
+        print(f"\nnot run, after the time limit of {options.time_limit:g} s: {', '.join(not_run)}")
+    if options.plots:
+        for path in plot(rows, options.plots, title):
+            print(f"wrote {path}")
+    print(f"{time.monotonic() - started:.0f} s in all")
+    return int(any(row.failed for row in rows))
+
+
+def available_peers(operator: str, device: torch.device) -> list[Peer]:
+    """Those that can run here; each is named with its version or the reason why it cannot."""
+    if not PEERS[operator]:
+        print(f"{operator}: no peer has a package of its own for these operators")
+    available = []
+    for peer in PEERS[operator]:
+        reason = peer.unavailable(device)
+        print(f"{operator} peer {peer.name}: {reason or peer.describe()}")
+        if reason is None:
+            available.append(peer)
+    return available
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
