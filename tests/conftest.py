@@ -8,6 +8,7 @@
   place of the compiled kernels (`tokenspeed_model.py`). In the process that interprets, for the adapter's own launches.
   `tokenspeed-unsplit` is a machine so small that the package's planner never splits the keys.
 - `gpu`: the Triton kernels on the first GPU; marked `gpu`, skipped without one.
+- `hopper`: Hopper's decode on such a GPU; marked `gpu`, skipped on others.
 - `blackwell`: the TokenSpeed kernels themselves; marked `blackwell`, skipped without such a GPU and the package.
 
 A test that takes `target` runs on each; `target.backend` is forced while it runs. The TokenSpeed kernels take fewer
@@ -49,13 +50,15 @@ class Target:
         return 300.0 if self.backend == "tokenspeed" else math.nan
 
     def fit(self, case):
-        """`case`, a dataclass of a law test, with the dims and dtypes that the TokenSpeed kernels take."""
-        if self.backend != "tokenspeed":
+        """`case`, a dataclass of a law test, with the dims, dtypes and pages that the backend takes."""
+        if self.backend not in ("tokenspeed", "hopper"):
             return case
         dims = {"rank": 512, "rope": 64, "dim_qk": 192, "dim_v": 128}
         changes = {name: dim for name, dim in dims.items() if hasattr(case, name)}
         if getattr(case, "query", None) == torch.float32:
             changes["query"] = torch.bfloat16
+        if self.backend == "hopper":
+            return dataclasses.replace(case, **changes, page_size=max(32, case.page_size))
         if getattr(case, "dtype", None) in (torch.float32, torch.float16):
             changes["dtype"] = torch.bfloat16
         return dataclasses.replace(case, **changes)
@@ -70,6 +73,7 @@ INTERPRETER = Target("interpreter", "triton", "cpu")
 TOKENSPEED = Target("tokenspeed", "tokenspeed", "cpu")  # 148 multiprocessors, so that most calls are split
 UNSPLIT = Target("tokenspeed-unsplit", "tokenspeed", "cpu")  # 1, so that none is
 GPU = Target("gpu", "triton", "cuda")
+HOPPER = Target("hopper", "hopper", "cuda")
 BLACKWELL = Target("blackwell", "tokenspeed", "cuda")
 NEED_THE_INTERPRETER = {"target", "install_tokenspeed"}
 SERVED_BY_TOKENSPEED = ("test_laws_decode", "test_laws_prefill", "test_laws_pack")
@@ -94,6 +98,8 @@ def pytest_generate_tests(metafunc):
         return
     cpu = [INTERPRETER] if INTERPRETED else [REFERENCE]
     params = [pytest.param(GPU, id=GPU.name, marks=pytest.mark.gpu)]
+    if metafunc.module.__name__ == "test_laws_decode":
+        params.append(pytest.param(HOPPER, id=HOPPER.name, marks=pytest.mark.gpu))
     if metafunc.module.__name__ in SERVED_BY_TOKENSPEED:
         cpu += [TOKENSPEED, UNSPLIT] if INTERPRETED else []
         params.append(pytest.param(BLACKWELL, id=BLACKWELL.name, marks=pytest.mark.blackwell))
@@ -112,6 +118,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        elif HOPPER.name in item.keywords and torch.cuda.get_device_capability() != (9, 0):
+            item.add_marker(pytest.mark.skip(reason="needs a GPU of compute capability 9.0"))
         if "grid" in item.keywords and "grid" not in config.option.markexpr:
             item.add_marker(pytest.mark.skip(reason="takes half an hour: run with `pytest -m grid`"))
         if "blackwell" in item.keywords and (reason := no_blackwell()):

@@ -22,6 +22,9 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3, FP8
 # An LSE is as exact as its scores, sums in fp32 but for Hopper's FP8 units: each of three instructions (80 dims) drops
 # what is below 2^-13 of its largest addend, which is up to 60 here, and the scale is 0.145: 3.2e-3 in all.
 LSE_TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-4, torch.bfloat16: 1e-4, FP8: 3.5e-3}
+# Hopper's kernels take 576 dims, 18 instructions, and sums up to 150 under a scale of 0.054: 18e-3, and weights that
+# are off by as much; half of it in a sum over keys, of errors of either sign.
+LONG_SUM_LSE_TOLERANCE, LONG_SUM_TOLERANCE = 18e-3, 9e-3
 # TokenSpeed's FP8 kernel rounds the softmax weights to e4m3, by up to 2^-4 each and 2.6 % in the mean square.
 E4M3_WEIGHTS_TOLERANCE = 4e-2
 # The interpreter truncates where it should round to bf16, which doubles that error.
@@ -86,8 +89,14 @@ def build(case: Case, device: str, seed: int = 0, outside: float = math.nan):
 
 
 def tolerance(case: Case, target) -> float:
-    special = {"blackwell": E4M3_WEIGHTS_TOLERANCE, "interpreter": TRUNCATED_TOLERANCE}
+    special = {
+        "blackwell": E4M3_WEIGHTS_TOLERANCE, "interpreter": TRUNCATED_TOLERANCE, "hopper": LONG_SUM_TOLERANCE,
+    }  # fmt: skip
     return special.get(target.name, TOLERANCE[FP8]) if case.query == FP8 else TOLERANCE[case.query]
+
+
+def lse_tolerance(case: Case, target) -> float:
+    return LONG_SUM_LSE_TOLERANCE if (target.name, case.query) == ("hopper", FP8) else LSE_TOLERANCE[case.query]
 
 
 def skip_unless_served(case: Case, target, *args, **kwargs) -> None:
@@ -110,7 +119,7 @@ def check(case: Case, target, **tensors):
     lse = torch.full(shape, math.nan, device=target.device)
     torch.ops.tokenspeed.mla_decode_lse.out(*arguments, **options, **tensors, out=out, lse=lse)
     assert oracle.row_error(out, expected) <= tolerance(case, target)
-    oracle.assert_lse_close(lse, expected_lse, LSE_TOLERANCE[case.query])
+    oracle.assert_lse_close(lse, expected_lse, lse_tolerance(case, target))
     again = ts_ops.mla_decode(*arguments, **options, **tensors)
     assert torch.equal(again.view(torch.uint8), out.view(torch.uint8)), "a second call, without LSE, gave other bits"
     return out, lse
@@ -233,6 +242,7 @@ def test_strided_arguments_are_read_as_they_lie(target):
     sliced = torch.cat((query, query), dim=-1)[..., : query.shape[-1]]
     wide_table = table.repeat_interleave(2, dim=1)[:, ::2]
     wide_lengths = torch.stack((lengths, lengths * 0 + 7), dim=1)[:, 0]
+    skip_unless_served(case, target, permuted, cache, wide_table, wide_lengths, scale, kv_lora_rank=case.rank)
     for q in (permuted, sliced):
         assert not q.is_contiguous() and not wide_table.is_contiguous() and not wide_lengths.is_contiguous()
         out = ts_ops.mla_decode(q, cache, wide_table, wide_lengths, scale, kv_lora_rank=case.rank)
@@ -250,6 +260,7 @@ def test_strided_causal_seqs(target):
     arguments = build(case, target.device, outside=target.outside)
     wide = torch.tensor([[10, 7], [81, 7]], dtype=torch.int32, device=target.device)[:, 0]
     options = dict(options, causal_seqs=wide, kv_lora_rank=case.rank)
+    skip_unless_served(case, target, *arguments, **options)
     expected, _ = oracle.decode(*arguments, **options)
     assert oracle.row_error(ts_ops.mla_decode(*arguments, **options), expected) <= tolerance(case, target)
 
@@ -284,14 +295,18 @@ def test_no_pages_at_all(target):
     query = torch.randn(2, 1, 3, 576, dtype=torch.float16, device=target.device)
     lengths = torch.zeros(2, dtype=torch.int32, device=target.device)
     for pages, max_pages in ((4, 0), (0, 3), (0, 0)):
-        cache = torch.randn(pages, 16, 576, dtype=torch.float16, device=target.device)
+        cache = torch.randn(pages, 64, 576, dtype=torch.float16, device=target.device)
         table = torch.zeros(2, max_pages, dtype=torch.int32, device=target.device)
+        if target.refusal("mla_decode_lse", query, cache, table, lengths, 0.1):
+            continue
         out, lse = ts_ops.mla_decode_lse(query, cache, table, lengths, 0.1)
         assert (out == 0).all() and (lse == -math.inf).all()
 
 
 def test_prefill_and_decode_agree_on_the_lse(target):
     """Both natural logs: a decode in base 2 would be off by a factor of 1.44."""
+    if target.backend == "hopper":
+        pytest.skip("Hopper's backend has no prefill")
     case = target.fit(Case((50,), heads=2, q_len=4, query=torch.float32))
     query, cache, table, lengths, scale = build(case, target.device, outside=target.outside)
     nope = min(128, case.rank)  # as many columns as the keys of a prefill have, the query's others being 0

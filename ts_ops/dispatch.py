@@ -20,8 +20,8 @@ from .check import Guard, guarded
 from .meta.call import functional, out_variant
 from .meta.schema import LIBRARY, NAMESPACE, OPERATORS
 
-BACKENDS = ("tokenspeed", "triton", "reference")
-PREFERENCE = {"cuda": ("tokenspeed", "triton"), "cpu": ("reference",)}
+BACKENDS = ("tokenspeed", "hopper", "triton", "reference")
+PREFERENCE = {"cuda": ("tokenspeed", "hopper", "triton"), "cpu": ("reference",)}
 DISPATCH_KEYS = ("CPU", "CUDA")
 
 log = logging.getLogger("ts_ops")

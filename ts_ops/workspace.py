@@ -11,8 +11,10 @@ from functools import cache
 import torch
 
 # 64 partial rows of 513 fp32 numbers (a 512-wide output and its LSE) for every multiprocessor: one M64 tile each. The
-# TokenSpeed kernels attain this bound and never exceed it, so one figure serves every backend.
+# TokenSpeed kernels attain this bound and never exceed it, nor does Triton's decode. On Hopper a multiprocessor leaves
+# two such tiles, at the ends of its range of keys, and a record of three numbers.
 BYTES_PER_SM = 64 * 513 * 4
+HOPPER_BYTES_PER_SM = 2 * BYTES_PER_SM + 3 * 4
 
 
 @cache
@@ -31,7 +33,8 @@ def workspace_bound(device: torch.device | str | int | None = None) -> int:
     device = torch.device(device)
     if device.type != "cuda":
         return 0
-    return BYTES_PER_SM * sm_count(device)
+    is_hopper = torch.cuda.get_device_capability(device) == (9, 0)
+    return (HOPPER_BYTES_PER_SM if is_hopper else BYTES_PER_SM) * sm_count(device)
 
 
 def max_splits(rows: int, row_floats: int, sms: int) -> int:

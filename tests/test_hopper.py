@@ -1,0 +1,226 @@
+"""Hopper's decode compiles as it should, says what it takes, stays within its scratch, and shares out any batch.
+
+Laws are tested in test_laws_decode.py, target `hopper`. Here, on a CPU: wgmma that ptxas would run one at a time,
+partitions that spill in their loops, shared memory; the reasons of `why_not`. On such a GPU: the split plan.
+"""
+
+import math
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from ts_ops.meta.contract import Decode  # noqa: E402
+
+import oracle  # noqa: E402
+import ts_ops  # noqa: E402
+from cross_compile import MAX_SHARED, compiled_by  # noqa: E402
+from ts_ops.backends import hopper  # noqa: E402
+from ts_ops.backends.hopper import decode  # noqa: E402
+from ts_ops.workspace import HOPPER_BYTES_PER_SM  # noqa: E402
+
+BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+SMS = 132
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
+)
+# Most bytes of stack a thread under Triton 3.6 and 3.7. They hold what the set-up of a piece and its store need beside
+# 128 sums a thread; the loop over tiles of keys touches at most LOOP_SPILLS of them.
+STACK, LOOP_SPILLS = 256, 8
+# Waits for wgmma in the whole kernel. One that ptxas serialises has a wait for each of its 34 to 52.
+WAITS = {"decode_fp8_kernel": 5, "decode_16bit_kernel": 3}
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """Problems of CPU tensors, as if they were on a GPU of 132 multiprocessors."""
+    monkeypatch.setattr(decode, "sm_count", lambda device: SMS)
+
+
+def problem(
+    batch=2, q_len=1, heads=128, page_size=64, pages=8, dtype=BF16, cache=None, rank=512, rope=64, scale=0.1, **options
+) -> Decode:
+    query = torch.zeros(batch, q_len, heads, rank + rope).to(dtype)
+    kv_cache = torch.zeros(pages, page_size, rank + rope).to(cache or dtype)
+    tables = torch.zeros(batch, 4, dtype=torch.int32)
+    lengths = torch.zeros(batch, dtype=torch.int32)
+    return Decode(query, kv_cache, tables, lengths, scale, kv_lora_rank=rank, **options)
+
+
+def tile_loops(sass: str) -> list[list[str]]:
+    """The instructions of the smallest loop around each matrix product."""
+    lines = [(int(m[1], 16), m[2]) for m in re.finditer(r"/\*([0-9a-f]{4,6})\*/\s+([^;]*);", sass)]
+    jumps = [(int(m[1], 16), at) for at, text in lines if (m := re.search(r"BRA.*?(0x[0-9a-f]+)", text))]
+    around = [
+        min(((b, e) for b, e in jumps if b <= at <= e), key=lambda span: span[1] - span[0])
+        for at, text in lines if "GMMA" in text
+    ]  # fmt: skip
+    return [[text for at, text in lines if begin <= at <= end] for begin, end in set(around)]
+
+
+@pytest.mark.parametrize(
+    "dtype, heads, page_size, with_lse",
+    [
+        (FP8, 128, 64, True), (FP8, 128, 32, False), (FP8, 32, 64, False), (FP8, 16, 64, False), (FP8, 96, 128, True),
+        (BF16, 128, 64, True), (BF16, 16, 32, False), (FP16, 128, 64, False),
+    ],
+)  # fmt: skip
+def test_compiles_for_sm_90(dtype, heads, page_size, with_lse, no_gpu):
+    asked = problem(heads=heads, page_size=page_size, dtype=dtype, with_lse=with_lse)
+    assert decode.why_not(asked) is None
+    outputs = asked.allocate()
+    kernel, combine = compiled_by(90, lambda: decode.mla_decode(asked, *outputs))
+    assert kernel.shared <= MAX_SHARED[90]  # a change of layout that goes through shared memory would not fit
+    assert kernel.stack <= STACK and combine.stack <= 8
+    assert len(re.findall("WARPGROUP.DEPBAR", kernel.sass)) <= WAITS[kernel.name]
+    loops = tile_loops(kernel.sass)
+    assert len(loops) == 2  # scores, and sums of values
+    for body in loops:
+        assert sum("LDL" in text or "STL" in text for text in body) <= LOOP_SPILLS
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("q_len", [1, 2])
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_serves_what_models_ask_for(heads, q_len, dtype, no_gpu):
+    for options in ({}, {"is_causal": False}, {"window_left": 100}, {"with_lse": True}, {"max_seq_len": 100}):
+        assert decode.why_not(problem(heads=heads, q_len=q_len, dtype=dtype, **options)) is None
+
+
+@pytest.mark.parametrize(
+    "reason, changes",
+    [
+        ("the same for query and cache", {"cache": FP8}),
+        ("takes FP8, BF16 or FP16", {"dtype": torch.float32}),
+        ("kv_lora_rank of 512", {"rank": 256}),
+        ("64 rope columns, got 512 and 32", {"rope": 32}),
+        ("pages of 32, 64, 128 tokens, got 16", {"page_size": 16}),
+        ("softmax_scale that is a normal positive number", {"scale": -0.1}),
+        ("softmax_scale that is a normal positive number", {"scale": 0.0}),
+        ("neither local_visible_lens", {"local_visible_lens": torch.zeros(2, 1, dtype=torch.int32)}),
+        ("context parallelism", {"causal_seqs": torch.zeros(2, dtype=torch.int32), "cp_world": 2}),
+        ("64 rows of q_len * H for each multiprocessor", {"q_len": 70}),
+        ("got 0 pages", {"pages": 0}),
+    ],
+)
+def test_reasons(reason, changes, no_gpu):
+    assert reason in decode.why_not(problem(**changes))
+
+
+def test_reasons_of_strides(no_gpu):
+    asked = problem(heads=8, q_len=2, batch=3)
+    query, cache, tables, lengths = asked.query, asked.kv_cache, asked.block_tables, asked.seq_lens
+
+    def why_not(query=query, cache=cache, tables=tables):
+        return decode.why_not(Decode(query, cache, tables, lengths, 0.1))
+
+    assert why_not() is None
+    assert "one stride" in why_not(query.transpose(0, 2).contiguous().transpose(0, 2))
+    assert "one stride" in why_not(query[:, :, :1].expand(-1, -1, 8, -1))
+    assert why_not(torch.cat((query, query), dim=-1)[..., :576]) is None
+    odd = torch.zeros(query.numel() + 1, dtype=BF16)[1:].view_as(query)
+    assert "takes a query aligned to 16 bytes" in why_not(odd)
+    odd = torch.zeros(cache.numel() + 1, dtype=BF16)[1:].view_as(cache)
+    assert "takes a kv_cache aligned to 16 bytes" in why_not(cache=odd)
+    assert why_not(cache=torch.zeros(8, 66, 592, dtype=BF16)[:, :64, :576]) is None
+    assert "page stride that is a multiple" in why_not(cache=cache.transpose(0, 1).contiguous().transpose(0, 1))
+    assert "do not overlap" in why_not(cache=cache[:, :1].expand(-1, 64, -1))
+    assert "dense rows" in why_not(tables=tables.repeat_interleave(2, dim=1)[:, ::2])
+
+
+def test_other_operators_and_devices():
+    asked = problem()
+    assert hopper.why_not("mla_prefill", object()) == "has no mla_prefill"
+    assert "GPU only" in hopper.unavailable(asked.device)
+
+
+def test_scratch_is_within_the_bound():
+    most = 0
+    for sms in (1, 78, SMS):
+        for heads in (1, 3, 16, 20, 64, 100, 128):
+            for q_len in (1, 2, 5, 8):
+                for batch in (1, 2, 64, 5000):
+                    if math.ceil(q_len * heads / 64) <= sms:
+                        used = 4 * sum(decode.scratch_sizes(batch, q_len * heads, sms))
+                        assert used <= HOPPER_BYTES_PER_SM * sms
+                        most = max(most, used / (HOPPER_BYTES_PER_SM * sms))
+    assert most > 0.99
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("batch", [1, 3, 40, 64, 132, 300, 700])
+@pytest.mark.parametrize("window", [-1, 200])
+def test_the_plan_gives_every_tile_to_one_worker(batch, window):
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+
+    from ts_ops.backends.hopper.plan import make_plan
+
+    @gluon.jit
+    def kernel(out, lens, batch, capacity, q_len, window):
+        plan = make_plan(gl.program_id(0), gl.num_programs(0), lens, 1, batch, capacity, q_len, window, 4)
+        for index in gl.static_range(4):
+            gl.store(out + gl.program_id(0) * 4 + index, plan[index])
+
+    for workers in (1, 8, 66, 132):
+        for lengths in (
+            torch.randint(0, 5000, (batch,)),
+            torch.full((batch,), 4096),
+            torch.randint(4000, 4097, (batch,)),
+        ):
+            out = torch.full((workers, 4), -1, dtype=torch.int32, device="cuda")
+            kernel[(workers,)](out, lengths.to("cuda", torch.int32), batch, 8192, 1, window, num_warps=4)
+            low = (lengths - 1 - window).clamp(min=0) // 64 if window >= 0 else 0 * lengths
+            tiles = ((lengths + 63) // 64 - low).tolist()
+            shared_out, longest = [[] for _ in tiles], 0
+            for first, end, offset, quota in out.tolist():
+                worked = 0
+                for request in range(first, end):
+                    units = max(tiles[request], 1)
+                    piece = range(max(offset, 0), min(offset + quota, units))
+                    assert piece
+                    shared_out[request] += piece
+                    worked += len(piece)
+                    offset -= units
+                longest = max(longest, worked)
+            assert shared_out == [list(range(max(count, 1))) for count in tiles]
+            fair = math.ceil(sum(max(count, 1) for count in tiles) / workers)
+            assert longest <= max(fair + fair // 16 + 3, 2)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("dtype", [BF16, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("batch, heads, q_len, most", [(7, 128, 1, 4000), (64, 16, 2, 3000), (300, 64, 1, 500)])
+def test_any_batch_in_a_graph(batch, heads, q_len, most, dtype):
+    """Captured with one key a request, replayed with lengths that plan in other ways, NaN outside the requests."""
+    pages = math.ceil(most / 64)
+    cache = torch.full((batch * pages + 1, 64, 576), math.nan, device="cuda", dtype=BF16).to(dtype)
+    tables = torch.randperm(batch * pages, device="cuda").int().view(batch, pages)
+    query = torch.randn(batch, q_len, heads, 576, device="cuda").to(dtype)
+    lengths = torch.ones(batch, dtype=torch.int32, device="cuda")
+    with ts_ops.use_backend("hopper"):
+        ts_ops.mla_decode_lse(query, cache, tables, lengths, 0.05)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, lse = ts_ops.mla_decode_lse(query, cache, tables, lengths, 0.05)
+    for drawn in (torch.randint(0, most + 1, (batch,)), torch.full((batch,), most), torch.zeros(batch)):
+        lengths.copy_(drawn)
+        cache.fill_(math.nan)
+        position = torch.arange(pages * 64, device="cuda")
+        inside = (position < lengths[:, None]).view(batch, pages, 64)
+        keys = torch.randn(int(inside.sum()), 576, device="cuda").to(dtype)
+        page, token = tables.long()[:, :, None].expand_as(inside)[inside], position.view(1, pages, 64) % 64
+        cache.view(torch.uint8 if dtype == FP8 else BF16)[page, token.expand_as(inside)[inside]] = (
+            keys.view(torch.uint8) if dtype == FP8 else keys
+        )
+        out.fill_(math.nan)
+        graph.replay()
+        some = torch.arange(0, batch, max(1, batch // 8), device="cuda")
+        expected, expected_lse = oracle.decode(query[some], cache, tables[some], lengths[some], 0.05)
+        assert oracle.row_error(out[some], expected) <= (9e-3 if dtype == FP8 else 6e-3)
+        oracle.assert_lse_close(lse[some], expected_lse, 18e-3 if dtype == FP8 else 1e-4)
+        assert not out.isnan().any()

@@ -1,0 +1,313 @@
+"""MLA decode on SM90 for a BF16 or FP16 query over a cache of its dtype.
+
+Three partitions work on a tile of keys at a time: one warp copies it to shared memory (TMA), four warps compute the
+scores and their softmax, and eight (the default partition) multiply the weights with the values. Shared memory is what
+bounds them, in size and in speed. So a tile's stage is copied and freed in halves of 256 columns, since
+only two stages fit, and the weights are multiplied from registers.
+Barriers of a half: `full`, copied; `empty`, both products have read it; of a weights buffer: `weighed`, `read`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .dialect import barrier, tma_load, view
+from .plan import TILE, UNSPECIALIZED, make_plan, piece
+from .softmax import LN_2, clear_unseen, record, store, visible, weights
+
+HALF = gl.constexpr(256)
+RANK = gl.constexpr(512)
+ROPE = gl.constexpr(64)
+BOX = gl.constexpr(64)  # columns of a TMA copy
+STAGES = gl.constexpr(2)
+
+
+@gluon.jit
+def _copy(shared, PAGE: gl.constexpr):
+    """The TMA partition."""
+    (
+        boxes, query_boxes, latents, ropes, q_latent, q_rope, full, empty, query_ready, query_read, block_tables,
+        stride_table, page_rows, plan, lens, first_row, rows, q_len, window,
+    ) = shared  # fmt: skip
+    seq_lens, stride_lens, capacity = lens
+    first_request, end_request, offset, quota = plan
+    PARTS: gl.constexpr = 1 if PAGE >= TILE else TILE // PAGE
+    ROWS: gl.constexpr = TILE // PARTS
+    PER_HALF: gl.constexpr = HALF // BOX
+    step = first_request * 0
+    pieces = first_request * 0
+    request = first_request
+    while request < end_request:
+        length, first, low, high, units = piece(request, offset, quota, seq_lens, stride_lens, capacity, q_len, window)
+        table = block_tables + request.to(gl.int64) * stride_table
+        last_page = (length - 1) // PAGE
+        # The query first: it would wait for whatever is asked for before it.
+        mbarrier.wait(query_read, (pieces & 1) ^ 1)
+        mbarrier.expect(query_ready, TILE * (RANK + ROPE) * 2)
+        query_row = request * rows + first_row
+        for box in gl.static_range(RANK // BOX):
+            tma_load(query_boxes, [query_row, box * BOX], query_ready, q_latent.index(box))
+        tma_load(query_boxes, [query_row, RANK], query_ready, q_rope)
+        for tile in range(first + low, first + high):
+            stage = step % STAGES
+            # The second half of the last tile may lie past the request's pages: any of them will do.
+            page = gl.load(table + gl.minimum(tile * TILE // PAGE, last_page))
+            second = gl.load(table + gl.minimum(tile * PARTS + 1, last_page)) if PARTS == 2 else page
+            for half in gl.static_range(2):
+                mbarrier.wait(empty.index(stage * 2 + half), ((step // STAGES) & 1) ^ 1)
+                ready = full.index(stage * 2 + half)
+                mbarrier.expect(ready, TILE * (HALF + half * ROPE) * 2)
+                for part in gl.static_range(PARTS):
+                    row = (page if part == 0 else second) * page_rows + (tile * TILE + part * ROWS) % PAGE
+                    for box in gl.static_range(PER_HALF):
+                        where = ((stage * 2 + half) * PER_HALF + box) * PARTS + part
+                        tma_load(boxes, [row, half * HALF + box * BOX], ready, latents.index(where))
+                    if half == 1:
+                        tma_load(boxes, [row, RANK], ready, ropes.index(stage * PARTS + part))
+            step += 1
+        offset -= units
+        request += 1
+        pieces += 1
+
+
+@gluon.jit
+def _weigh(shared, BUFFERS: gl.constexpr):
+    """The softmax partition: weights of each tile, then the peak and total of each piece."""
+    (
+        latents, ropes, q_boxes, q_rope, weight_buffers, rescales, rescaled, state, full, weighed, read, query_ready,
+        query_read, finished, taken, plan, lens, first_row, rows, heads, q_len, window, causal, scale_log2,
+    ) = shared  # fmt: skip
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    VALUES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    dtype: gl.constexpr = latents.dtype
+    seq_lens, stride_lens, capacity = lens
+    first_request, end_request, offset, quota = plan
+    halves = view(latents, dtype, [STAGES * 2, TILE, HALF], SWIZZLED)
+    rope_keys = view(ropes, dtype, [STAGES, TILE, ROPE], SWIZZLED)
+    q_latent = view(q_boxes, dtype, [TILE, RANK], SWIZZLED)
+    zeros = gl.full([TILE, TILE], 0.0, gl.float32, layout=SCORES)
+    column = gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
+    row = first_row + gl.arange(0, TILE, layout=gl.SliceLayout(1, SCORES))
+    step = first_request * 0
+    pieces = first_request * 0
+    request = first_request
+    while request < end_request:
+        length, first, begin_tile, end_tile, units = piece(
+            request, offset, quota, seq_lens, stride_lens, capacity, q_len, window
+        )
+        low, high = visible(row, heads, length, q_len, window, causal)
+        any_low, all_high = visible(first_row, heads, length, q_len, window, causal)
+        all_low, _ = visible(gl.minimum(first_row + TILE, rows) - 1, heads, length, q_len, window, causal)
+        mbarrier.wait(query_ready, pieces & 1)
+        peak = gl.full([TILE], -float("inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
+        total = gl.full([TILE], 0.0, gl.float32, layout=gl.SliceLayout(1, SCORES))
+        for tile in range(first + begin_tile, first + end_tile):
+            stage = step % STAGES
+            buffer = step % BUFFERS
+            phase = (step // STAGES) & 1
+            first_key = tile * TILE
+            left = halves.index(stage * 2)
+            right = halves.index(stage * 2 + 1)
+            mbarrier.wait(full.index(stage * 2), phase)
+            scores = warpgroup_mma(
+                q_latent.slice(0, HALF, dim=1), left.permute((1, 0)), zeros, use_acc=False, is_async=True
+            )
+            mbarrier.wait(full.index(stage * 2 + 1), phase)
+            scores = warpgroup_mma(q_latent.slice(HALF, HALF, dim=1), right.permute((1, 0)), scores, is_async=True)
+            scores = warpgroup_mma(q_rope, rope_keys.index(stage).permute((1, 0)), scores, is_async=True)
+            scores = warpgroup_mma_wait(0, deps=(scores,))
+            if (first_key + TILE > all_high) | (first_key < all_low):
+                key = first_key + column
+                seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
+                scores = gl.where(seen, scores, -float("inf"))
+                if (first_key + TILE > length) | (first_key < any_low):
+                    clear_unseen(left, first_key, any_low, length, VALUES, HALF, 64)
+                    clear_unseen(right, first_key, any_low, length, VALUES, HALF, 64)
+            weight, peak, total, rescale = weights(scores, peak, total, scale_log2)
+            if step >= BUFFERS:
+                mbarrier.wait(read.index(buffer), (step // BUFFERS - 1) & 1)
+            weight_buffers.index(buffer).store(weight.to(dtype))
+            rescales.index(buffer).store(rescale)
+            rescaled.index(buffer).store(gl.min(gl.reshape(rescale, [4, TILE // 4]), axis=1))
+            fence_async_shared()
+            mbarrier.arrive(weighed.index(buffer), count=1)
+            step += 1
+        mbarrier.arrive(query_read, count=1)
+        mbarrier.wait(taken, (pieces & 1) ^ 1)
+        state.index(0).store(peak)
+        state.index(1).store(total)
+        mbarrier.arrive(finished, count=1)
+        offset -= units
+        request += 1
+        pieces += 1
+
+
+@gluon.jit
+def _store_half(pointer, values, live_rows, LAYOUT: gl.constexpr, FULL: gl.constexpr):
+    """[rows, HALF] to rows of RANK columns, 16 bytes a store; rearranged within a warp, without shared memory."""
+    values = gl.convert_layout(values, LAYOUT)
+    row = gl.arange(0, TILE, layout=gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, LAYOUT))
+    store(pointer + row[:, None] * RANK + column[None, :], values, (row < live_rows)[:, None], FULL)
+
+
+@gluon.jit
+def _sum_values(
+    shared, ROWS: gl.constexpr, BUFFERS: gl.constexpr, FULL: gl.constexpr, FOUR_COLUMNS: gl.constexpr,
+    EIGHT_COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """The default partition: the weighted sum of the values of each piece, and its store."""
+    (
+        out, lse, partial, partial_lse, records, latents, weight_buffers, rescales, rescaled, state, empty, weighed,
+        read, finished, taken, plan, lens, row_tile, row_tiles, rows, batch, worker, workers, q_len, window,
+        output_scale,
+    ) = shared  # fmt: skip
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, HALF // 2, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    FOUR: gl.constexpr = gl.BlockedLayout([4], [32], [8], [0])
+    PER_ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
+    seq_lens, stride_lens, capacity = lens
+    first_request, end_request, offset, quota = plan
+    halves = view(latents, latents.dtype, [STAGES * 2, TILE, HALF], gl.NVMMASharedLayout(128, 16, 2))
+    tile_row = gl.arange(0, TILE, layout=PER_ROW)
+    row = row_tile * ROWS + tile_row
+    live = (tile_row < ROWS) & (row < rows)
+    step = first_request * 0
+    pieces = first_request * 0
+    if (batch > workers) & (row_tile == 0):
+        record(records, worker, -1, worker, worker)
+    request = first_request
+    while request < end_request:
+        length, first, begin_tile, end_tile, units = piece(
+            request, offset, quota, seq_lens, stride_lens, capacity, q_len, window
+        )
+        left = gl.full([TILE, HALF], 0.0, gl.float32, layout=SUMS)
+        right = gl.full([TILE, HALF], 0.0, gl.float32, layout=SUMS)
+        for _ in range(begin_tile, end_tile):
+            stage = step % STAGES
+            buffer = step % BUFFERS
+            mbarrier.wait(weighed.index(buffer), (step // BUFFERS) & 1)
+            weight = weight_buffers.index(buffer).load(WEIGHTS)
+            least = rescaled.index(buffer).load(FOUR)
+            if gl.min(least, axis=0) < 1.0:
+                rescale = rescales.index(buffer).load(PER_ROW)
+                left = left * rescale[:, None]
+                right = right * rescale[:, None]
+            mbarrier.arrive(read.index(buffer), count=1)
+            left = warpgroup_mma(weight, halves.index(stage * 2), left, is_async=True)
+            right = warpgroup_mma(weight, halves.index(stage * 2 + 1), right, is_async=True)
+            left = warpgroup_mma_wait(1, deps=(left,))
+            mbarrier.arrive(empty.index(stage * 2), count=1)
+            right, weight = warpgroup_mma_wait(0, deps=(right, weight))
+            mbarrier.arrive(empty.index(stage * 2 + 1), count=1)
+            step += 1
+        mbarrier.wait(finished, pieces & 1)
+        peak = state.index(0).load(PER_ROW)
+        total = state.index(1).load(PER_ROW)
+        mbarrier.arrive(taken, count=1)
+        pieces += 1
+        empty_row = total == 0.0
+        norm = gl.where(empty_row, 0.0, 1.0 / total)
+        row_lse = gl.where(empty_row, -float("inf"), peak + gl.log2(total))
+        last = worker + (units - 1 - offset) // quota
+        if (begin_tile == 0) & (row_tile == 0):
+            if batch <= workers:
+                record(records, request, request, worker, last)
+            elif last > worker:
+                record(records, worker, request, worker, last)
+        flat_row = request.to(gl.int64) * rows + row_tile * ROWS
+        live_rows = gl.minimum(rows - row_tile * ROWS, ROWS)
+        if (begin_tile == 0) & (last == worker):
+            scale = (norm * output_scale)[:, None]
+            result = out + flat_row * RANK
+            left_half = gl.convert_layout((left * scale).to(out.dtype.element_ty), FOUR_COLUMNS)
+            _store_half(result, left_half, live_rows, EIGHT_COLUMNS, FULL)
+            right_half = gl.convert_layout((right * scale).to(out.dtype.element_ty), FOUR_COLUMNS)
+            _store_half(result + HALF, right_half, live_rows, EIGHT_COLUMNS, FULL)
+            if lse is not None:
+                gl.store(lse + flat_row + tile_row, row_lse * LN_2, mask=live)
+        else:
+            slot = 2 * worker + gl.where(begin_tile == 0, 1, 0)
+            slot_row = (slot * row_tiles + row_tile) * ROWS
+            scratch = partial + slot_row * RANK
+            _store_half(scratch, left * norm[:, None], live_rows, FOUR_COLUMNS, FULL)
+            _store_half(scratch + HALF, right * norm[:, None], live_rows, FOUR_COLUMNS, FULL)
+            gl.store(partial_lse + slot_row + tile_row, row_lse, mask=live)
+        offset -= units
+        request += 1
+
+
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
+def decode_16bit_kernel(
+    boxes, query_boxes, block_tables, seq_lens, out, lse, partial, partial_lse, records,
+    scale_log2, output_scale, batch, q_len, heads, page_rows, capacity, window, causal, stride_table, stride_lens,
+    ROWS: gl.constexpr, PAGE: gl.constexpr, BUFFERS: gl.constexpr, FULL: gl.constexpr, WEIGH_REGISTERS: gl.constexpr,
+    FOUR_COLUMNS: gl.constexpr, EIGHT_COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """The grid is (row tiles, workers). The boxes are of the cache and of the query, each as [rows, 576]."""
+    PARTS: gl.constexpr = 1 if PAGE >= TILE else TILE // PAGE
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    ONE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    dtype: gl.constexpr = out.dtype.element_ty
+    row_tile = gl.program_id(0)
+    worker = gl.program_id(1)
+    row_tiles = gl.num_programs(0)
+    workers = gl.num_programs(1)
+    rows = q_len * heads
+    plan = make_plan(worker, workers, seq_lens, stride_lens, batch, capacity, q_len, window, 8)
+
+    latents = gl.allocate_shared_memory(dtype, [STAGES * (RANK // BOX) * PARTS, TILE // PARTS, BOX], boxes.layout)
+    ropes = gl.allocate_shared_memory(dtype, [STAGES * PARTS, TILE // PARTS, ROPE], boxes.layout)
+    q_latent = gl.allocate_shared_memory(dtype, [RANK // BOX, TILE, BOX], query_boxes.layout)
+    q_rope = gl.allocate_shared_memory(dtype, [TILE, ROPE], query_boxes.layout)
+    weight_buffers = gl.allocate_shared_memory(dtype, [BUFFERS, TILE, TILE], SWIZZLED)
+    rescales = gl.allocate_shared_memory(gl.float32, [BUFFERS, TILE], ONE)
+    rescaled = gl.allocate_shared_memory(gl.float32, [BUFFERS, 4], ONE)
+    state = gl.allocate_shared_memory(gl.float32, [2, TILE], ONE)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES * 2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES * 2, 1], mbarrier.MBarrierLayout())
+    weighed = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    read = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    once = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    for half in gl.static_range(STAGES * 2):
+        mbarrier.init(full.index(half), count=1)
+        mbarrier.init(empty.index(half), count=1)
+    for buffer in gl.static_range(BUFFERS):
+        mbarrier.init(weighed.index(buffer), count=1)
+        mbarrier.init(read.index(buffer), count=1)
+    for index in gl.static_range(4):
+        mbarrier.init(once.index(index), count=1)
+    query_ready = once.index(0)
+    query_read = once.index(1)
+    finished = once.index(2)
+    taken = once.index(3)
+    barrier()
+    lens = (seq_lens, stride_lens, capacity)
+    sums = (
+        out, lse, partial, partial_lse, records, latents, weight_buffers, rescales, rescaled, state, empty, weighed,
+        read, finished, taken, plan, lens, row_tile, row_tiles, rows, batch, worker, workers, q_len, window,
+        output_scale,
+    )  # fmt: skip
+    weigh = (
+        latents, ropes, q_latent, q_rope, weight_buffers, rescales, rescaled, state, full, weighed, read, query_ready,
+        query_read, finished, taken, plan, lens, row_tile * ROWS, rows, heads, q_len, window, causal, scale_log2,
+    )  # fmt: skip
+    copy = (
+        boxes, query_boxes, latents, ropes, q_latent, q_rope, full, empty, query_ready, query_read, block_tables,
+        stride_table, page_rows, plan, lens, row_tile * ROWS, rows, q_len, window,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_sum_values, (sums, ROWS, BUFFERS, FULL, FOUR_COLUMNS, EIGHT_COLUMNS)),
+            (_weigh, (weigh, BUFFERS)),
+            (_copy, (copy, PAGE)),
+        ],
+        [4, 1],
+        [WEIGH_REGISTERS, 24],
+    )

@@ -1,0 +1,337 @@
+"""MLA decode on SM90 for an FP8 query over an FP8 cache: scores in FP8, weights and values in FP16.
+
+wgmma takes FP8 operands from shared memory only along the reduction; values lie the other way. So the output is
+computed transposed, outᵀ = Vᵀ Pᵀ, with Vᵀ as the operand that comes from registers: a cache tile read as 16-bit pairs
+of columns is transposed by ldmatrix on its way there, and a pair becomes two fp16 numbers, exactly. Even and odd
+columns have an accumulator each and meet again in the store.
+
+Three partitions work on a tile at a time: one warp copies it to shared memory (TMA), four warps compute the scores and
+their softmax, and eight (the default partition) multiply the weights with the values. Barriers of a tile's stage:
+`full`, copied; `empty`, both products have read it; of a weights buffer: `weighed`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .dialect import barrier, tma_load, view
+from .plan import TILE, UNSPECIALIZED, make_plan, piece
+from .softmax import LN_2, clear_unseen, record, store, visible, weights
+
+RANK = gl.constexpr(512)
+ROPE = gl.constexpr(64)
+BOX = gl.constexpr(128)  # columns of a TMA copy
+BUFFERS = gl.constexpr(2)  # of weights
+
+
+@gluon.jit
+def _halves(pairs):
+    """int16 pairs of e4m3 columns, two keys to a register -> their even and their odd columns in fp16."""
+    # Not pure: else ptxas moves the conversion below the wait that follows it.
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 evens, odds; .reg .b16 even, odd;
+        prmt.b32 evens, $2, $2, 0x2020;
+        prmt.b32 odds, $2, $2, 0x3131;
+        cvt.u16.u32 even, evens;
+        cvt.u16.u32 odd, odds;
+        cvt.rn.f16x2.e4m3x2 $0, even;
+        cvt.rn.f16x2.e4m3x2 $1, odd;
+        }""",
+        "=r,=r,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=False, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _copy(shared, PAGE: gl.constexpr, STAGES: gl.constexpr):
+    """The TMA partition."""
+    (
+        latent_boxes, rope_boxes, query_boxes, query_rope_boxes, latents, ropes, q_latent, q_rope, full, empty,
+        query_ready, query_read, block_tables, stride_table, page_rows, plan, lens, first_row, rows, q_len, window,
+    ) = shared  # fmt: skip
+    seq_lens, stride_lens, capacity = lens
+    first_request, end_request, offset, quota = plan
+    PARTS: gl.constexpr = 1 if PAGE >= TILE else TILE // PAGE
+    ROWS: gl.constexpr = TILE // PARTS
+    step = first_request * 0
+    pieces = first_request * 0
+    request = first_request
+    while request < end_request:
+        length, first, low, high, units = piece(request, offset, quota, seq_lens, stride_lens, capacity, q_len, window)
+        table = block_tables + request.to(gl.int64) * stride_table
+        last_page = (length - 1) // PAGE
+        # The query first: it would wait for whatever is asked for before it.
+        mbarrier.wait(query_read, (pieces & 1) ^ 1)
+        mbarrier.expect(query_ready, TILE * (RANK + ROPE))
+        query_row = request * rows + first_row
+        for box in gl.static_range(RANK // BOX):
+            tma_load(query_boxes, [query_row, box * BOX], query_ready, q_latent.index(box))
+        tma_load(query_rope_boxes, [query_row, RANK], query_ready, q_rope)
+        for tile in range(first + low, first + high):
+            stage = step % STAGES
+            # The second half of the last tile may lie past the request's pages: any of them will do.
+            page = gl.load(table + gl.minimum(tile * TILE // PAGE, last_page))
+            second = gl.load(table + gl.minimum(tile * PARTS + 1, last_page)) if PARTS == 2 else page
+            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+            ready = full.index(stage)
+            mbarrier.expect(ready, TILE * (RANK + ROPE))
+            for part in gl.static_range(PARTS):
+                row = (page if part == 0 else second) * page_rows + (tile * TILE + part * ROWS) % PAGE
+                for box in gl.static_range(RANK // BOX):
+                    where = (stage * (RANK // BOX) + box) * PARTS + part
+                    tma_load(latent_boxes, [row, box * BOX], ready, latents.index(where))
+                tma_load(rope_boxes, [row, RANK], ready, ropes.index(stage * PARTS + part))
+            step += 1
+        offset -= units
+        request += 1
+        pieces += 1
+
+
+@gluon.jit
+def _weigh(shared, STAGES: gl.constexpr):
+    """The softmax partition: weights of each tile, then the peak and total of each piece."""
+    (
+        latents, ropes, q_boxes, q_rope, weight_buffers, rescales, rescaled, state, full, empty, weighed, query_ready,
+        query_read, finished, taken, plan, lens, first_row, rows, heads, q_len, window, causal, scale_log2,
+    ) = shared  # fmt: skip
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    seq_lens, stride_lens, capacity = lens
+    first_request, end_request, offset, quota = plan
+    keys = view(latents, gl.float8e4nv, [STAGES, TILE, RANK], SWIZZLED)
+    values = view(latents, gl.int16, [STAGES, TILE, RANK // 2], gl.NVMMASharedLayout(128, 16, 2))
+    rope_keys = view(ropes, gl.float8e4nv, [STAGES, TILE, ROPE], gl.NVMMASharedLayout(64, 8, 2))
+    q_latent = view(q_boxes, gl.float8e4nv, [TILE, RANK], SWIZZLED)
+    zeros = gl.full([TILE, TILE], 0.0, gl.float32, layout=SCORES)
+    column = gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
+    row = first_row + gl.arange(0, TILE, layout=gl.SliceLayout(1, SCORES))
+    step = first_request * 0
+    pieces = first_request * 0
+    request = first_request
+    while request < end_request:
+        length, first, begin_tile, end_tile, units = piece(
+            request, offset, quota, seq_lens, stride_lens, capacity, q_len, window
+        )
+        low, high = visible(row, heads, length, q_len, window, causal)
+        any_low, all_high = visible(first_row, heads, length, q_len, window, causal)
+        all_low, _ = visible(gl.minimum(first_row + TILE, rows) - 1, heads, length, q_len, window, causal)
+        mbarrier.wait(query_ready, pieces & 1)
+        peak = gl.full([TILE], -float("inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
+        total = gl.full([TILE], 0.0, gl.float32, layout=gl.SliceLayout(1, SCORES))
+        for tile in range(first + begin_tile, first + end_tile):
+            stage = step % STAGES
+            buffer = step % BUFFERS
+            first_key = tile * TILE
+            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+            scores = warpgroup_mma(q_latent, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            scores = warpgroup_mma(q_rope, rope_keys.index(stage).permute((1, 0)), scores, is_async=True)
+            scores = warpgroup_mma_wait(0, deps=(scores,))
+            if (first_key + TILE > all_high) | (first_key < all_low):
+                key = first_key + column
+                seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
+                scores = gl.where(seen, scores, -float("inf"))
+                if (first_key + TILE > length) | (first_key < any_low):
+                    clear_unseen(values.index(stage), first_key, any_low, length, PAIRS, RANK // 2, 64)
+            weight, peak, total, rescale = weights(scores, peak, total, scale_log2)
+            if step >= BUFFERS:
+                before = step - BUFFERS
+                mbarrier.wait(empty.index(before % STAGES), (before // STAGES) & 1)
+            weight_buffers.index(buffer).store(weight.to(gl.float16))
+            rescales.index(buffer).store(rescale)
+            rescaled.index(buffer).store(gl.min(gl.reshape(rescale, [4, TILE // 4]), axis=1))
+            fence_async_shared()
+            mbarrier.arrive(weighed.index(buffer), count=1)
+            step += 1
+        mbarrier.arrive(query_read, count=1)
+        mbarrier.wait(taken, (pieces & 1) ^ 1)
+        state.index(0).store(peak)
+        state.index(1).store(total)
+        mbarrier.arrive(finished, count=1)
+        offset -= units
+        request += 1
+        pieces += 1
+
+
+@gluon.jit
+def _store_pairs(rows_of_pairs, values, live_rows, LAYOUT: gl.constexpr, FULL: gl.constexpr):
+    """[pairs, rows] transposed to memory, 16 bytes a store; within a warp, so that no shared memory is needed."""
+    values = gl.convert_layout(values, LAYOUT)
+    pair = gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    row = gl.arange(0, values.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    store(rows_of_pairs + row[None, :] * values.shape[0] + pair[:, None], values, (row < live_rows)[None, :], FULL)
+
+
+@gluon.jit
+def _sum_values(
+    shared, ROWS: gl.constexpr, STAGES: gl.constexpr, KEYS: gl.constexpr, FULL: gl.constexpr,
+    TWO_PAIRS: gl.constexpr, FOUR_PAIRS: gl.constexpr,
+):  # fmt: skip
+    """The default partition: the weighted sum of the values of each piece, and its store."""
+    (
+        out, lse, partial, partial_lse, records, latents, weight_buffers, rescales, rescaled, state, empty, weighed,
+        finished, taken, plan, lens, row_tile, row_tiles, rows, batch, worker, workers, q_len, window, output_scale,
+    ) = shared  # fmt: skip
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, ROWS, 16])
+    VALUES: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    PER_ROW: gl.constexpr = gl.SliceLayout(0, SUMS)
+    FOUR: gl.constexpr = gl.BlockedLayout([4], [32], [8], [0])
+    SLICES: gl.constexpr = TILE // KEYS
+    PAIRS: gl.constexpr = RANK // 2
+    seq_lens, stride_lens, capacity = lens
+    first_request, end_request, offset, quota = plan
+    values = view(latents, gl.int16, [STAGES, TILE, RANK // 2], gl.NVMMASharedLayout(128, 16, 2))
+    tile_row = gl.arange(0, ROWS, layout=PER_ROW)
+    row = row_tile * ROWS + tile_row
+    live = row < rows
+    step = first_request * 0
+    pieces = first_request * 0
+    if (batch > workers) & (row_tile == 0):
+        record(records, worker, -1, worker, worker)
+    request = first_request
+    while request < end_request:
+        length, first, begin_tile, end_tile, units = piece(
+            request, offset, quota, seq_lens, stride_lens, capacity, q_len, window
+        )
+        even = gl.full([PAIRS, ROWS], 0.0, gl.float32, layout=SUMS)
+        odd = gl.full([PAIRS, ROWS], 0.0, gl.float32, layout=SUMS)
+        for _ in range(begin_tile, end_tile):
+            stage = step % STAGES
+            buffer = step % BUFFERS
+            latent = values.index(stage)
+            mbarrier.wait(weighed.index(buffer), (step // BUFFERS) & 1)
+            least = rescaled.index(buffer).load(FOUR)
+            next_even, next_odd = _halves(latent.slice(0, KEYS, dim=0).permute((1, 0)).load(VALUES))
+            if gl.min(least, axis=0) < 1.0:
+                rescale = rescales.index(buffer).slice(0, ROWS).load(PER_ROW)
+                even = even * rescale[None, :]
+                odd = odd * rescale[None, :]
+            weight = weight_buffers.index(buffer).slice(0, ROWS, dim=0)
+            last_even = next_even
+            last_odd = next_odd
+            for k in gl.static_range(SLICES):
+                part = weight.slice(k * KEYS, KEYS, dim=1).permute((1, 0))
+                even = warpgroup_mma(next_even, part, even, is_async=True)
+                odd = warpgroup_mma(next_odd, part, odd, is_async=True)
+                if k > 0:
+                    last_even, last_odd = warpgroup_mma_wait(2, deps=(last_even, last_odd))
+                last_even = next_even
+                last_odd = next_odd
+                if k + 1 < SLICES:
+                    pairs = latent.slice((k + 1) * KEYS, KEYS, dim=0).permute((1, 0)).load(VALUES)
+                    next_even, next_odd = _halves(pairs)
+            even, odd, last_even, last_odd = warpgroup_mma_wait(0, deps=(even, odd, last_even, last_odd))
+            mbarrier.arrive(empty.index(stage), count=1)
+            step += 1
+        mbarrier.wait(finished, pieces & 1)
+        peak = state.index(0).slice(0, ROWS).load(PER_ROW)
+        total = state.index(1).slice(0, ROWS).load(PER_ROW)
+        mbarrier.arrive(taken, count=1)
+        pieces += 1
+        empty_row = total == 0.0
+        norm = gl.where(empty_row, 0.0, 1.0 / total)
+        row_lse = gl.where(empty_row, -float("inf"), peak + gl.log2(total))
+        last = worker + (units - 1 - offset) // quota
+        if (begin_tile == 0) & (row_tile == 0):
+            if batch <= workers:
+                record(records, request, request, worker, last)
+            elif last > worker:
+                record(records, worker, request, worker, last)
+        flat_row = request.to(gl.int64) * rows + row_tile * ROWS
+        if (begin_tile == 0) & (last == worker):
+            norm = norm * output_scale
+            halves = gl.inline_asm_elementwise(
+                "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even * norm[None, :], odd * norm[None, :]],
+                dtype=gl.int32, is_pure=True, pack=1,
+            )  # fmt: skip
+            halves = gl.convert_layout(halves, TWO_PAIRS)
+            _store_pairs(out + flat_row * (RANK // 2), halves, rows - row_tile * ROWS, FOUR_PAIRS, FULL)
+            if lse is not None:
+                gl.store(lse + flat_row + tile_row, row_lse * LN_2, mask=live)
+        else:
+            slot = 2 * worker + gl.where(begin_tile == 0, 1, 0)
+            slot_row = (slot * row_tiles + row_tile) * ROWS
+            floats = gl.inline_asm_elementwise(
+                "mov.b64 $0, {$1, $2};", "=l,f,f", [even * norm[None, :], odd * norm[None, :]],
+                dtype=gl.int64, is_pure=True, pack=1,
+            )  # fmt: skip
+            _store_pairs(partial + slot_row * (RANK // 2), floats, rows - row_tile * ROWS, TWO_PAIRS, FULL)
+            gl.store(partial_lse + slot_row + tile_row, row_lse, mask=live)
+        offset -= units
+        request += 1
+
+
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
+def decode_fp8_kernel(
+    latent_boxes, rope_boxes, query_boxes, query_rope_boxes, block_tables, seq_lens, out, lse, partial, partial_lse,
+    records, scale_log2, output_scale, batch, q_len, heads, page_rows, capacity, window, causal, stride_table,
+    stride_lens, ROWS: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, KEYS: gl.constexpr, FULL: gl.constexpr,
+    WEIGH_REGISTERS: gl.constexpr, TWO_PAIRS: gl.constexpr, FOUR_PAIRS: gl.constexpr,
+):  # fmt: skip
+    """`out` and `partial` are viewed in pairs of columns: int32 of bf16, int64 of fp32.
+
+    The grid is (row tiles, workers). The boxes are of the cache and of the query, each as [rows, 576].
+    """
+    PARTS: gl.constexpr = 1 if PAGE >= TILE else TILE // PAGE
+    ONE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    row_tile = gl.program_id(0)
+    worker = gl.program_id(1)
+    row_tiles = gl.num_programs(0)
+    workers = gl.num_programs(1)
+    rows = q_len * heads
+    plan = make_plan(worker, workers, seq_lens, stride_lens, batch, capacity, q_len, window, 8)
+
+    latents = gl.allocate_shared_memory(
+        gl.float8e4nv, [STAGES * (RANK // BOX) * PARTS, TILE // PARTS, BOX], latent_boxes.layout
+    )
+    ropes = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * PARTS, TILE // PARTS, ROPE], rope_boxes.layout)
+    q_latent = gl.allocate_shared_memory(gl.float8e4nv, [RANK // BOX, TILE, BOX], query_boxes.layout)
+    q_rope = gl.allocate_shared_memory(gl.float8e4nv, [TILE, ROPE], query_rope_boxes.layout)
+    weight_buffers = gl.allocate_shared_memory(gl.float16, [BUFFERS, TILE, TILE], gl.NVMMASharedLayout(128, 16, 2))
+    rescales = gl.allocate_shared_memory(gl.float32, [BUFFERS, TILE], ONE)
+    rescaled = gl.allocate_shared_memory(gl.float32, [BUFFERS, 4], ONE)
+    state = gl.allocate_shared_memory(gl.float32, [2, TILE], ONE)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    weighed = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    once = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    for buffer in gl.static_range(BUFFERS):
+        mbarrier.init(weighed.index(buffer), count=1)
+    for index in gl.static_range(4):
+        mbarrier.init(once.index(index), count=1)
+    query_ready = once.index(0)
+    query_read = once.index(1)
+    finished = once.index(2)
+    taken = once.index(3)
+    barrier()
+    lens = (seq_lens, stride_lens, capacity)
+    sums = (
+        out, lse, partial, partial_lse, records, latents, weight_buffers, rescales, rescaled, state, empty, weighed,
+        finished, taken, plan, lens, row_tile, row_tiles, rows, batch, worker, workers, q_len, window, output_scale,
+    )  # fmt: skip
+    weigh = (
+        latents, ropes, q_latent, q_rope, weight_buffers, rescales, rescaled, state, full, empty, weighed, query_ready,
+        query_read, finished, taken, plan, lens, row_tile * ROWS, rows, heads, q_len, window, causal, scale_log2,
+    )  # fmt: skip
+    copy = (
+        latent_boxes, rope_boxes, query_boxes, query_rope_boxes, latents, ropes, q_latent, q_rope, full, empty,
+        query_ready, query_read, block_tables, stride_table, page_rows, plan, lens, row_tile * ROWS, rows, q_len,
+        window,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_sum_values, (sums, ROWS, STAGES, KEYS, FULL, TWO_PAIRS, FOUR_PAIRS)),
+            (_weigh, (weigh, STAGES)),
+            (_copy, (copy, PAGE, STAGES)),
+        ],
+        [4, 1],
+        [WEIGH_REGISTERS, 24],
+    )
