@@ -43,7 +43,7 @@ def why_not(problem: Decode) -> str | None:
         return "takes neither local_visible_lens nor context parallelism"
     if problem.softmax_scale * LOG2_E < SMALLEST_NORMAL:
         return f"takes a softmax_scale that is a normal positive number, got {problem.softmax_scale}"
-    if triton.cdiv(problem.q_len * problem.heads, TILE) > sm_count(problem.device):
+    if problem.q_len * problem.heads > TILE * sm_count(problem.device):
         return f"takes at most {TILE} rows of q_len * H for each multiprocessor, got {problem.q_len} * {problem.heads}"
     if problem.num_pages == 0 or token_stride < problem.head_dim:
         return (
@@ -64,6 +64,7 @@ def why_not(problem: Decode) -> str | None:
     return None
 
 
+@functools.cache
 def tiles(rows: int, sms: int) -> tuple[int, int, int]:
     """(rows of a block, row tiles, workers) for `rows` = q_len * H query rows a request."""
     block_rows = min(TILE, max(16, triton.next_power_of_2(rows)))
@@ -71,6 +72,17 @@ def tiles(rows: int, sms: int) -> tuple[int, int, int]:
     return block_rows, row_tiles, sms // row_tiles
 
 
+@functools.cache
+def combine_grid(rows: int, records: int, workers: int) -> tuple[tuple[int, int], dict[str, int]]:
+    """The grid of combine.py and its constants."""
+    # Few rows are cut into columns, so that all multiprocessors merge; of many, most are whole and cost their launch.
+    per_program, columns = (1, 128) if rows * records <= 512 else (1 if rows * records <= 2048 else 4, RANK)
+    likely_pieces = min(32, triton.next_power_of_2(2 * workers // records))
+    constants = {"COLUMNS": columns, "PER_PROGRAM": per_program, "CHUNK": likely_pieces}
+    return (triton.cdiv(rows, per_program) * (RANK // columns), records), constants
+
+
+@functools.cache
 def scratch_sizes(batch: int, rows: int, sms: int) -> tuple[int, int, int]:
     """4-byte numbers of partial results, two of a block each (see plan.py), of their LSEs, and of records."""
     block_rows, row_tiles, workers = tiles(rows, sms)
@@ -97,15 +109,12 @@ def mla_decode(problem: Decode, out: Tensor, lse: Tensor | None = None) -> None:
         min(problem.window_left, problem.capacity + problem.q_len), int(problem.is_causal), tables.stride(0),
         problem.seq_lens.stride(0),
     )  # fmt: skip
-    count = min(problem.batch, workers)
-    # Few rows are cut into columns, so that all multiprocessors merge; of many, most are whole and cost their launch.
-    per_program, columns = (1, 128) if rows * count <= 512 else (1 if rows * count <= 2048 else 4, RANK)
-    likely_pieces = min(32, triton.next_power_of_2(2 * workers // count))
+    grid, constants = combine_grid(rows, min(problem.batch, workers), workers)
     with on_device(problem.device):
         LAUNCH[problem.query.dtype](problem, (row_tiles, workers), block_rows, arguments)
-        combine_kernel[(triton.cdiv(rows, per_program) * (RANK // columns), count)](
+        combine_kernel[grid](
             records, partial, partial_lse, out, lse, problem.output_scale, rows, row_tiles, ROWS=block_rows, DIM=RANK,
-            COLUMNS=columns, PER_PROGRAM=per_program, CHUNK=likely_pieces, num_warps=4, launch_pdl=True,
+            **constants, num_warps=4, launch_pdl=True,
         )  # fmt: skip
 
 

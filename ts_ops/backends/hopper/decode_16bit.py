@@ -17,8 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .dialect import barrier, tma_load, view
-from .plan import TILE, UNSPECIALIZED, make_plan, piece
-from .softmax import LN_2, clear_unseen, record, store, visible, weights
+from .plan import TILE, UNSPECIALIZED, make_plan, piece, record_piece, start_records
+from .softmax import LN_2, clear_unseen, finish, store, visible, weights
 
 HALF = gl.constexpr(256)
 RANK = gl.constexpr(512)
@@ -180,8 +180,7 @@ def _sum_values(
     live = (tile_row < ROWS) & (row < rows)
     step = first_request * 0
     pieces = first_request * 0
-    if (batch > workers) & (row_tile == 0):
-        record(records, worker, -1, worker, worker)
+    start_records(records, batch, workers, worker, row_tile)
     request = first_request
     while request < end_request:
         length, first, begin_tile, end_tile, units = piece(
@@ -207,20 +206,9 @@ def _sum_values(
             right, weight = warpgroup_mma_wait(0, deps=(right, weight))
             mbarrier.arrive(empty.index(stage * 2 + 1), count=1)
             step += 1
-        mbarrier.wait(finished, pieces & 1)
-        peak = state.index(0).load(PER_ROW)
-        total = state.index(1).load(PER_ROW)
-        mbarrier.arrive(taken, count=1)
+        norm, row_lse = finish(state, finished, taken, pieces, TILE, PER_ROW)
+        last = record_piece(records, batch, workers, request, worker, begin_tile, units, offset, quota, row_tile)
         pieces += 1
-        empty_row = total == 0.0
-        norm = gl.where(empty_row, 0.0, 1.0 / total)
-        row_lse = gl.where(empty_row, -float("inf"), peak + gl.log2(total))
-        last = worker + (units - 1 - offset) // quota
-        if (begin_tile == 0) & (row_tile == 0):
-            if batch <= workers:
-                record(records, request, request, worker, last)
-            elif last > worker:
-                record(records, worker, request, worker, last)
         flat_row = request.to(gl.int64) * rows + row_tile * ROWS
         live_rows = gl.minimum(rows - row_tile * ROWS, ROWS)
         if (begin_tile == 0) & (last == worker):

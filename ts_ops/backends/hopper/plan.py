@@ -122,3 +122,29 @@ def piece(request, offset, quota, seq_lens, stride, capacity, q_len, window):
     low = gl.maximum(offset, 0)
     high = gl.minimum(offset + quota, stop - first)
     return length, first, low, high, units
+
+
+@gluon.jit
+def start_records(records, batch, workers, worker, row_tile):
+    """A worker has a record of its own where there are more requests; until it splits one, of no request."""
+    if (batch > workers) & (row_tile == 0):
+        _record(records, worker, -1, worker, worker)
+
+
+@gluon.jit
+def record_piece(records, batch, workers, request, worker, begin_tile, units, offset, quota, row_tile):
+    """Tell combine.py which workers hold a request, once, by the one with its first piece -> the last of them."""
+    last = worker + (units - 1 - offset) // quota
+    if (begin_tile == 0) & (row_tile == 0):
+        if batch <= workers:
+            _record(records, request, request, worker, last)
+        elif last > worker:
+            _record(records, worker, request, worker, last)
+    return last
+
+
+@gluon.jit
+def _record(records, index, request, first, last):
+    gl.store(records + index * 3, request)
+    gl.store(records + index * 3 + 1, first)
+    gl.store(records + index * 3 + 2, last)

@@ -1,4 +1,4 @@
-"""What the softmax partition of both decode kernels does: query rows, masks, the running maximum, the plan's records.
+"""What the softmax of both decode kernels does: masks, the running maximum, the totals of a piece.
 
 A piece is a run of key tiles of one request (see plan.py). Rows are the q_len x H query rows of a request, flattened
 so that all new tokens share the keys they load; a block owns ROWS of them, padded to `TILE` for the score product.
@@ -8,6 +8,7 @@ import math
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .plan import TILE
 
@@ -51,11 +52,14 @@ def clear_unseen(values, first_key, low, high, LAYOUT: gl.constexpr, columns: gl
 
 
 @gluon.jit
-def record(records, index, request, first, last):
-    """For combine.py: the request whose pieces the workers `first` to `last` hold."""
-    gl.store(records + index * 3, request)
-    gl.store(records + index * 3 + 1, first)
-    gl.store(records + index * 3 + 2, last)
+def finish(state, finished, taken, pieces, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Take peaks and totals of a piece from the softmax partition -> (1 / total, LSE in base 2); of empty rows 0, -inf."""
+    mbarrier.wait(finished, pieces & 1)
+    peak = state.index(0).slice(0, ROWS).load(LAYOUT)
+    total = state.index(1).slice(0, ROWS).load(LAYOUT)
+    mbarrier.arrive(taken, count=1)
+    empty = total == 0.0
+    return gl.where(empty, 0.0, 1.0 / total), gl.where(empty, -float("inf"), peak + gl.log2(total))
 
 
 @gluon.jit
