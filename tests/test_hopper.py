@@ -130,6 +130,23 @@ def test_reasons_of_strides(no_gpu):
     assert "dense rows" in why_not(tables=tables.repeat_interleave(2, dim=1)[:, ::2])
 
 
+def test_warm_up_calls_it_and_what_serves_in_its_place(no_gpu, monkeypatch):
+    """Aligned calls of either kind: what this backend declines compiles variants of Triton's decode."""
+    asked = []
+
+    def note(query, *args, out=None, **kwargs):
+        asked.append(Decode(query, *args, **kwargs))
+        return torch.empty(0)
+
+    monkeypatch.setattr(torch.ops.tokenspeed, "mla_decode", note)
+    ts_ops.warmup(16, batch_sizes=(2, 3), max_seq_len=100, q_lens=(1, 2), operators=("mla_decode",), device="cpu")
+    reasons = {(p.batch, p.q_len, p.query.data_ptr() % 16 == 0, (decode.why_not(p) or "served")[:19]) for p in asked}
+    for batch, q_len in ((2, 1), (2, 2), (3, 1), (3, 2)):
+        assert {reason for b, q, aligned, reason in reasons if (b, q, aligned) == (batch, q_len, True)} == {
+            "served", "takes a page stride",
+        }  # fmt: skip
+
+
 def test_other_operators_and_devices():
     asked = problem()
     assert hopper.why_not("mla_prefill", object()) == "has no mla_prefill"

@@ -8,6 +8,7 @@ and the TokenSpeed planner's, that decide what is compiled, and nothing else is.
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -217,7 +218,7 @@ def _odd_buffers(operator: str, args: tuple, kwargs: dict) -> dict[str, Tensor]:
 
 
 def _decode_calls(d: Deployment, aligned: bool) -> Iterator[tuple]:
-    def build(batch, q_len, keys):
+    def build(batch, q_len, keys, dense):
         options = {}
         if d.local_visible_lens:
             options["local_visible_lens"] = _no_keys(batch, q_len)
@@ -226,15 +227,19 @@ def _decode_calls(d: Deployment, aligned: bool) -> Iterator[tuple]:
         dim = d.kv_lora_rank + d.rope_dim
         query = _zeros(batch, q_len, d.heads, dim, dtype=d.query_dtype, aligned=aligned)
         cache = _zeros(1, d.page_size, dim, dtype=d.cache_dtype, aligned=aligned)
+        if not dense:
+            cache = torch.zeros(d.page_size, 2, dim, dtype=d.cache_dtype).transpose(0, 1)
         table = torch.zeros(batch, -(-keys // d.page_size), dtype=torch.int32)
         return (query, cache, table, _no_keys(batch), 1.0), dict(
             kv_lora_rank=d.kv_lora_rank, is_causal=d.is_causal, window_left=d.window_left, cp_world=d.cp_world,
             cp_rank=d.cp_rank, cp_interleave_size=d.cp_interleave_size, max_seq_len=keys, **options,
         )  # fmt: skip
 
-    for batch, q_len, keys in itertools.product(d.batch_sizes, d.q_lens, powers_of_two(d.max_seq_len)):
-        label = f"batch {batch}, q_len {q_len}, up to {keys} keys"
-        yield label, lambda batch=batch, q_len=q_len, keys=keys: build(batch, q_len, keys)
+    # Some backends take dense pages alone. What serves the others in their place is compiled for aligned pages too.
+    lengths = powers_of_two(d.max_seq_len)
+    for batch, q_len, keys, dense in itertools.product(d.batch_sizes, d.q_lens, lengths, (True, False)[: 1 + aligned]):
+        label = f"batch {batch}, q_len {q_len}, up to {keys} keys" + ", pages not dense" * (not dense)
+        yield label, functools.partial(build, batch, q_len, keys, dense)
 
 
 def _prefill_calls(d: Deployment, aligned: bool) -> Iterator[tuple]:

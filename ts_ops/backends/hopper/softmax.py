@@ -53,7 +53,7 @@ def clear_unseen(values, first_key, low, high, LAYOUT: gl.constexpr, columns: gl
 
 @gluon.jit
 def finish(state, finished, taken, pieces, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Take peaks and totals of a piece from the softmax partition -> (1 / total, LSE in base 2); of empty rows 0, -inf."""
+    """Take peaks and totals of a piece from the softmax partition -> (1 / total, LSE in base 2); empty rows 0, -inf."""
     mbarrier.wait(finished, pieces & 1)
     peak = state.index(0).slice(0, ROWS).load(LAYOUT)
     total = state.index(1).slice(0, ROWS).load(LAYOUT)
