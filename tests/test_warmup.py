@@ -4,6 +4,7 @@ On a CPU for the TokenSpeed kernels, whose compile function is counted (`tokensp
 kernels, by the size of Triton's JIT caches. Warming up twice costs nothing, and threads may do it at once.
 """
 
+import contextlib
 import itertools
 import json
 import sys
@@ -179,12 +180,13 @@ def test_command(capsys, as_json):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", None], ids=["triton", "whatever-serves"])
 @pytest.mark.parametrize("query, cache", [(BF16, BF16), (FP8, FP8), (BF16, FP8)], ids=str)
-def test_triton_compiles_nothing_after(query, cache):
+def test_nothing_compiles_after(query, cache, backend):
     """Batch 1, one token, odd strides, offset pointers, odd lengths: everything in range."""
     device = torch.device("cuda", torch.cuda.current_device())
     heads, page_size, batches, q_lens, most = 6, 64, (1, 2, 5, 33), (1, 2, 3), 3000
-    with ts_ops.use_backend("triton"):
+    with ts_ops.use_backend(backend) if backend else contextlib.nullcontext():
         report = ts_ops.warmup(
             heads, max_seq_len=most, batch_sizes=batches, q_lens=q_lens, page_size=page_size, query_dtype=query,
             cache_dtype=cache, progress=False,
