@@ -17,14 +17,15 @@ import ts_ops
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "benchmarks"))
 
+import cases
 import kernels
 import measure
 import peers
 
 CPU = torch.device("cpu")
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
-UNIFORM, RAGGED = kernels.Decode(2, 100, 4), kernels.Decode(3, 200, 2, q_len=2, shortest=20)
-CASES = kernels.PRESETS["tiny"]
+UNIFORM, RAGGED = cases.Decode(2, 100, 4), cases.Decode(3, 200, 2, q_len=2, shortest=20)
+CASES = cases.PRESETS["tiny"]
 CEILINGS = measure.Ceilings(4e12, {BF16: 7e14, FP8: 14e14})
 
 
@@ -270,17 +271,17 @@ def test_a_peer_that_fails(installed, monkeypatch):
 
 
 def test_published_figures_are_scaled_by_what_runs_now():
-    case = kernels.Decode(64, 8192, 128)
+    case = cases.Decode(64, 8192, 128)
     time, note = peers.published_fork(case, {"FlashMLA": 253.0, "FlashInfer": 100.0})
     assert time == pytest.approx(216 * 253 / 230) and note.startswith("published, scaled: 216 x 253.0 / 230 (FlashMLA")
     assert peers.published_fork(case, {"FlashInfer": 258.0})[0] == 216
-    for other in (kernels.Decode(64, 8192, 64), kernels.ragged(128), kernels.Decode(2, 8192, 128)):
+    for other in (cases.Decode(64, 8192, 64), cases.ragged(128), cases.Decode(2, 8192, 128)):
         assert peers.published_fork(other, {"FlashInfer": 258.0}) is None
 
 
 def test_published_figures_stand_beside_ours():
     """In fp8 they are the peer, and say what they are."""
-    case = kernels.Decode(64, 8192, 64)
+    case = cases.Decode(64, 8192, 64)
     rows = [
         measure.Row("decode", case.label, "bf16", "FlashMLA", False, median_us=350.0),
         measure.Row("decode", case.label, "fp8", "ts_ops hopper", True, median_us=128.0),
@@ -294,11 +295,11 @@ def test_published_figures_stand_beside_ours():
 @pytest.mark.parametrize("preset", ["headline", "full"])
 def test_presets(preset):
     """Every operator, no case twice, names that fit the table; lengths within their bounds, the longest among them."""
-    cases = kernels.PRESETS[preset]
-    assert {case.operator for case in cases} == set(peers.PEERS)
-    labels = [case.label for case in cases]
+    chosen = cases.PRESETS[preset]
+    assert {case.operator for case in chosen} == set(peers.PEERS)
+    labels = [case.label for case in chosen]
     assert len(set(labels)) == len(labels) and max(map(len, labels)) < 27
-    for case in cases:
+    for case in chosen:
         if case.operator == "decode":
             assert max(case.lengths) == case.length and min(case.lengths) >= (case.shortest or case.length)
 

@@ -1,6 +1,6 @@
 """The kernels that ours are compared with, an adapter each, and the published figures of one that has no package.
 
-An adapter turns a case and its inputs (`kernels.py`) into a call of the peer, whose result the case can check. What a
+An adapter turns a case and its inputs (`cases.py`) into a call of the peer, whose result the case can check. What a
 peer plans on the host, or once for a batch (FlashInfer's plan, FlashMLA's schedule, laid-out index arrays), is done in
 `prepare` and not timed: an engine does it once a step for all layers. Ours plan within the call.
 """
