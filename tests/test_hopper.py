@@ -153,6 +153,28 @@ def test_other_operators_and_devices():
     assert "GPU only" in hopper.unavailable(asked.device)
 
 
+@pytest.mark.parametrize(
+    "capability, error, reason",
+    [
+        ((9, 0), None, None),
+        ((9, 0), ImportError("no module named gluon"), "triton>=3.6 with Gluon: no module named gluon"),
+        ((9, 0), AttributeError("gl has no barrier"), "do not know this Triton's Gluon: gl has no barrier"),
+        ((8, 0), ImportError("not to be imported"), "need compute capability 9.0; cuda:0 has 8.0"),
+    ],
+)
+def test_a_triton_that_does_not_fit_is_a_reason_and_disturbs_no_other_gpu(capability, error, reason, monkeypatch):
+    def kernels():
+        if error:
+            raise error
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(hopper, "_kernels", kernels)
+    hopper._not_here.cache_clear()
+    found = hopper.unavailable(torch.device("cuda:0"))
+    hopper._not_here.cache_clear()
+    assert found is None if reason is None else reason in found
+
+
 def test_scratch_is_within_the_bound():
     most = 0
     for sms in (1, 78, SMS):

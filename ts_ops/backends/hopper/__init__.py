@@ -5,45 +5,56 @@ share plan.py (which keys a block works on), softmax.py, and dialect.py (names t
 """
 
 import functools
+import importlib
+from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from ...meta.contract import Decode
-
-try:
-    import triton  # noqa: F401
-except ImportError:
-    _MISSING = "the package triton is not installed: pip install 'triton>=3.6'"
-else:
-    _MISSING = None
-    from . import decode
-    from .decode import mla_decode, mla_decode_lse  # noqa: F401
 
 CAPABILITY = (9, 0)
 
 
 def unavailable(device: torch.device) -> str | None:
-    if _MISSING:
-        return _MISSING
     if device.type != "cuda":
         return "Hopper's kernels run on a GPU only"
-    return _not_hopper(device)
+    return _not_here(device)
 
 
 def why_not(operator: str, problem) -> str | None:
-    return decode.why_not(problem) if type(problem) is Decode else f"has no {operator}"
+    return _kernels().why_not(problem) if type(problem) is Decode else f"has no {operator}"
+
+
+def mla_decode(problem: Decode, out: Tensor, lse: Tensor | None = None) -> None:
+    _kernels().mla_decode(problem, out, lse)
+
+
+mla_decode_lse = mla_decode
 
 
 def compiled(device: torch.device) -> dict[str, int]:
     """Compiled variants of each kernel that this process holds for `device`."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    counts = {kernel.__name__: len(kernel.device_caches[index][0]) for kernel in decode.KERNELS}
-    return {name: count for name, count in counts.items() if count}
+    caches = {kernel.__name__: kernel.device_caches.get(index) for kernel in _kernels().KERNELS}
+    return {name: len(cache[0]) for name, cache in caches.items() if cache}
 
 
 @functools.cache
-def _not_hopper(device: torch.device) -> str | None:
+def _kernels() -> ModuleType:
+    """Imported on a Hopper GPU alone: Gluon is experimental, and a Triton that renames more must not disturb others."""
+    return importlib.import_module(f"{__name__}.decode")
+
+
+@functools.cache
+def _not_here(device: torch.device) -> str | None:
     major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) == CAPABILITY:
-        return None
-    return f"Hopper's kernels need compute capability 9.0; {device} has {major}.{minor}"
+    if (major, minor) != CAPABILITY:
+        return f"Hopper's kernels need compute capability 9.0; {device} has {major}.{minor}"
+    try:
+        _kernels()
+    except ImportError as error:
+        return f"Hopper's kernels need triton>=3.6 with Gluon: {error}"
+    except AttributeError as error:
+        return f"Hopper's kernels do not know this Triton's Gluon: {error}"
+    return None
