@@ -11,17 +11,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...meta.contract import FP8, HALVES, Decode
 from ...workspace import sm_count
-from ..triton.decode import SMALLEST_NORMAL
-from ..triton.launch import LOG2_E, on_device
+from ..triton.launch import LOG2_E, SMALLEST_NORMAL, on_device
+from . import plan
 from .combine import combine_kernel
 from .decode_16bit import decode_16bit_kernel
 from .decode_fp8 import decode_fp8_kernel
 
-TILE = 64  # query rows of a block, at most
-RANK, ROPE = 512, 64
+TILE, RANK, ROPE = plan.TILE.value, plan.RANK.value, plan.ROPE.value
 PAGES = (32, 64, 128)
 ALIGNMENT = 16  # bytes, of what TMA reads and of what is written
-MOST_TOKENS = 2**30  # of a request, plan.py's UNLIMITED
+MOST_TOKENS = plan.UNLIMITED.value  # of a request
 SWIZZLES = {  # by bytes an element: shared-memory layouts of boxes of latent and of rope columns
     1: (gl.NVMMASharedLayout(128, 8, 2), gl.NVMMASharedLayout(64, 8, 2)),
     2: (gl.NVMMASharedLayout(128, 16, 2),) * 2,

@@ -10,19 +10,17 @@ Barriers of a half: `full`, copied; `empty`, both products have read it; of a we
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from ..triton.launch import LN_2
 from .dialect import barrier, tma_load, view
-from .plan import TILE, UNSPECIALIZED, make_plan, piece, record_piece, start_records
-from .softmax import LN_2, clear_unseen, finish, store, visible, weights
+from .plan import RANK, ROPE, TILE, UNSPECIALIZED, make_plan, piece, record_piece, start_records
+from .softmax import bounds, clear_unseen, finish, hand_over, hide_unseen, publish, store, weights
 
 HALF = gl.constexpr(256)
-RANK = gl.constexpr(512)
-ROPE = gl.constexpr(64)
 BOX = gl.constexpr(64)  # columns of a TMA copy
 STAGES = gl.constexpr(2)
 
@@ -101,9 +99,7 @@ def _weigh(shared, BUFFERS: gl.constexpr):
         length, first, begin_tile, end_tile, units = piece(
             request, offset, quota, seq_lens, stride_lens, capacity, q_len, window
         )
-        low, high = visible(row, heads, length, q_len, window, causal)
-        any_low, all_high = visible(first_row, heads, length, q_len, window, causal)
-        all_low, _ = visible(gl.minimum(first_row + TILE, rows) - 1, heads, length, q_len, window, causal)
+        low, high, any_low, all_low, all_high = bounds(row, first_row, rows, heads, length, q_len, window, causal)
         mbarrier.wait(query_ready, pieces & 1)
         peak = gl.full([TILE], -float("inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
         total = gl.full([TILE], 0.0, gl.float32, layout=gl.SliceLayout(1, SCORES))
@@ -123,9 +119,7 @@ def _weigh(shared, BUFFERS: gl.constexpr):
             scores = warpgroup_mma(q_rope, rope_keys.index(stage).permute((1, 0)), scores, is_async=True)
             scores = warpgroup_mma_wait(0, deps=(scores,))
             if (first_key + TILE > all_high) | (first_key < all_low):
-                key = first_key + column
-                seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
-                scores = gl.where(seen, scores, -float("inf"))
+                scores = hide_unseen(scores, first_key + column, low, high)
                 if (first_key + TILE > length) | (first_key < any_low):
                     clear_unseen(left, first_key, any_low, length, VALUES, HALF, 64)
                     clear_unseen(right, first_key, any_low, length, VALUES, HALF, 64)
@@ -133,16 +127,10 @@ def _weigh(shared, BUFFERS: gl.constexpr):
             if step >= BUFFERS:
                 mbarrier.wait(read.index(buffer), (step // BUFFERS - 1) & 1)
             weight_buffers.index(buffer).store(weight.to(dtype))
-            rescales.index(buffer).store(rescale)
-            rescaled.index(buffer).store(gl.min(gl.reshape(rescale, [4, TILE // 4]), axis=1))
-            fence_async_shared()
-            mbarrier.arrive(weighed.index(buffer), count=1)
+            publish(rescale, rescales.index(buffer), rescaled.index(buffer), weighed.index(buffer))
             step += 1
         mbarrier.arrive(query_read, count=1)
-        mbarrier.wait(taken, (pieces & 1) ^ 1)
-        state.index(0).store(peak)
-        state.index(1).store(total)
-        mbarrier.arrive(finished, count=1)
+        hand_over(peak, total, state, finished, taken, pieces)
         offset -= units
         request += 1
         pieces += 1

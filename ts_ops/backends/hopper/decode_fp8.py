@@ -13,18 +13,16 @@ their softmax, and eight (the default partition) multiply the weights with the v
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from ..triton.launch import LN_2
 from .dialect import barrier, tma_load, view
-from .plan import TILE, UNSPECIALIZED, make_plan, piece, record_piece, start_records
-from .softmax import LN_2, clear_unseen, finish, store, visible, weights
+from .plan import RANK, ROPE, TILE, UNSPECIALIZED, make_plan, piece, record_piece, start_records
+from .softmax import bounds, clear_unseen, finish, hand_over, hide_unseen, publish, store, weights
 
-RANK = gl.constexpr(512)
-ROPE = gl.constexpr(64)
 BOX = gl.constexpr(128)  # columns of a TMA copy
 BUFFERS = gl.constexpr(2)  # of weights
 
@@ -118,9 +116,7 @@ def _weigh(shared, STAGES: gl.constexpr):
         length, first, begin_tile, end_tile, units = piece(
             request, offset, quota, seq_lens, stride_lens, capacity, q_len, window
         )
-        low, high = visible(row, heads, length, q_len, window, causal)
-        any_low, all_high = visible(first_row, heads, length, q_len, window, causal)
-        all_low, _ = visible(gl.minimum(first_row + TILE, rows) - 1, heads, length, q_len, window, causal)
+        low, high, any_low, all_low, all_high = bounds(row, first_row, rows, heads, length, q_len, window, causal)
         mbarrier.wait(query_ready, pieces & 1)
         peak = gl.full([TILE], -float("inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
         total = gl.full([TILE], 0.0, gl.float32, layout=gl.SliceLayout(1, SCORES))
@@ -133,9 +129,7 @@ def _weigh(shared, STAGES: gl.constexpr):
             scores = warpgroup_mma(q_rope, rope_keys.index(stage).permute((1, 0)), scores, is_async=True)
             scores = warpgroup_mma_wait(0, deps=(scores,))
             if (first_key + TILE > all_high) | (first_key < all_low):
-                key = first_key + column
-                seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
-                scores = gl.where(seen, scores, -float("inf"))
+                scores = hide_unseen(scores, first_key + column, low, high)
                 if (first_key + TILE > length) | (first_key < any_low):
                     clear_unseen(values.index(stage), first_key, any_low, length, PAIRS, RANK // 2, 64)
             weight, peak, total, rescale = weights(scores, peak, total, scale_log2)
@@ -143,16 +137,10 @@ def _weigh(shared, STAGES: gl.constexpr):
                 before = step - BUFFERS
                 mbarrier.wait(empty.index(before % STAGES), (before // STAGES) & 1)
             weight_buffers.index(buffer).store(weight.to(gl.float16))
-            rescales.index(buffer).store(rescale)
-            rescaled.index(buffer).store(gl.min(gl.reshape(rescale, [4, TILE // 4]), axis=1))
-            fence_async_shared()
-            mbarrier.arrive(weighed.index(buffer), count=1)
+            publish(rescale, rescales.index(buffer), rescaled.index(buffer), weighed.index(buffer))
             step += 1
         mbarrier.arrive(query_read, count=1)
-        mbarrier.wait(taken, (pieces & 1) ^ 1)
-        state.index(0).store(peak)
-        state.index(1).store(total)
-        mbarrier.arrive(finished, count=1)
+        hand_over(peak, total, state, finished, taken, pieces)
         offset -= units
         request += 1
         pieces += 1

@@ -17,6 +17,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 TILE = gl.constexpr(64)
+RANK = gl.constexpr(512)  # columns of a cache row: latents,
+ROPE = gl.constexpr(64)  # and rope
 CHUNK = gl.constexpr(256)  # requests looked at together
 MIN_TILES = gl.constexpr(2)  # a smaller piece costs more in the combine than it saves
 UNLIMITED = gl.constexpr(1 << 30)

@@ -4,18 +4,15 @@ A piece is a run of key tiles of one request (see plan.py). Rows are the q_len x
 so that all new tokens share the keys they load; a block owns ROWS of them, padded to `TILE` for the score product.
 """
 
-import math
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from .plan import TILE
 
 # The maximum that weights are relative to follows the true one only where it falls behind by a factor of 2^8: weights
 # stay exact in fp16 and bf16 up to there, and the accumulator need not be rescaled at nearly every tile.
 LAZY = gl.constexpr(8.0)
-LN_2 = gl.constexpr(math.log(2.0))  # from base 2 to the natural log of an LSE
 
 
 @gluon.jit
@@ -25,6 +22,21 @@ def visible(row, heads, length, q_len, window, causal):
     high = gl.where(causal != 0, gl.maximum(length - (q_len - 1) + position, 0), length)
     low = gl.where(window >= 0, gl.maximum(length - q_len - window + position, 0), 0)
     return low, high
+
+
+@gluon.jit
+def bounds(row, first_row, rows, heads, length, q_len, window, causal):
+    """Of a block's rows: low and high of each, the least low, the greatest low and the least high."""
+    low, high = visible(row, heads, length, q_len, window, causal)
+    any_low, all_high = visible(first_row, heads, length, q_len, window, causal)
+    all_low, _ = visible(gl.minimum(first_row + TILE, rows) - 1, heads, length, q_len, window, causal)
+    return low, high, any_low, all_low, all_high
+
+
+@gluon.jit
+def hide_unseen(scores, key, low, high):
+    seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
+    return gl.where(seen, scores, -float("inf"))
 
 
 @gluon.jit
@@ -49,6 +61,24 @@ def clear_unseen(values, first_key, low, high, LAYOUT: gl.constexpr, columns: gl
         part = values.slice(start, CHUNK, dim=1)
         tile = part.load(LAYOUT)
         part.store(gl.where(seen[:, None], tile, gl.full([TILE, CHUNK], 0, tile.dtype, layout=LAYOUT)))
+
+
+@gluon.jit
+def publish(rescale, rescales, rescaled, weighed):
+    """Tell the sums that a tile's weights, stored before, are there; `rescaled`, the least of a warp, if to rescale."""
+    rescales.store(rescale)
+    rescaled.store(gl.min(gl.reshape(rescale, [4, TILE // 4]), axis=1))
+    fence_async_shared()
+    mbarrier.arrive(weighed, count=1)
+
+
+@gluon.jit
+def hand_over(peak, total, state, finished, taken, pieces):
+    """Give the peaks and totals of a piece to `finish`, once it has taken those of the piece before."""
+    mbarrier.wait(taken, (pieces & 1) ^ 1)
+    state.index(0).store(peak)
+    state.index(1).store(total)
+    mbarrier.arrive(finished, count=1)
 
 
 @gluon.jit

@@ -24,6 +24,7 @@ from .launch import (
     LN_2,
     LOG2_E,
     OPTIONS,
+    SMALLEST_NORMAL,
     kernel,
     on_device,
     row_strides,
@@ -34,7 +35,6 @@ from .launch import (
 MIN_TILES = 2  # a split of fewer key tiles costs more in the combine than it saves
 MAX_SPLITS = 128
 MAX_RANK, MAX_ROPE = 512, 128
-SMALLEST_NORMAL = torch.finfo(torch.float32).tiny  # scales below it, or negative, are applied before the max, not after
 MIN_DOT_K = 32  # the least reduction length of an FP8 product
 TRITON_DTYPES = {
     torch.float8_e4m3fn: tl.float8e4nv,

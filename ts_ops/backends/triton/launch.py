@@ -13,6 +13,8 @@ from torch import Tensor
 
 LOG2_E = math.log2(math.e)  # softmax in base 2: exp2 is one instruction
 LN_2 = tl.constexpr(math.log(2.0))  # and back to the natural log of an LSE
+# Scales below it, or negative, are applied before the max, not after: 0 * -inf or a change of sign cannot be.
+SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 # Contracting a multiply and an add into one fma changes bits, and Triton's default for it differs between releases.
 OPTIONS = {"enable_fp_fusion": True}

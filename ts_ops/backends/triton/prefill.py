@@ -57,7 +57,7 @@ def mla_prefill(problem: Prefill, out: Tensor, lse: Tensor | None = None) -> Non
             *row_strides(query), *row_strides(key), *row_strides(value),
             DIM_QK=problem.dim_qk, DIM_V=problem.dim_v, CAUSAL=problem.is_causal,
             OWNER_BLOCK=OWNER_BLOCK, **tiles, **launch.OPTIONS,
-            aligned_if=scale_log2 >= torch.finfo(torch.float32).tiny,
+            aligned_if=scale_log2 >= launch.SMALLEST_NORMAL,
             general={"BLOCK_N": min(tiles["BLOCK_N"], launch.GENERAL_BLOCK_N)},
         )  # fmt: skip
 
