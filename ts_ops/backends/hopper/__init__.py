@@ -35,9 +35,7 @@ mla_decode_lse = mla_decode
 
 def compiled(device: torch.device) -> dict[str, int]:
     """Compiled variants of each kernel that this process holds for `device`."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    caches = {kernel.__name__: kernel.device_caches.get(index) for kernel in _kernels().KERNELS}
-    return {name: len(cache[0]) for name, cache in caches.items() if cache}
+    return _kernels().compiled(device)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...meta.contract import FP8, HALVES, Decode
 from ...workspace import sm_count
-from ..triton.launch import LOG2_E, SMALLEST_NORMAL, on_device
+from ..triton.launch import LOG2_E, SMALLEST_NORMAL, device_index, on_device, variants_of
 from . import plan
 from .combine import combine_kernel
 from .decode_16bit import decode_16bit_kernel
@@ -61,6 +61,10 @@ def why_not(problem: Decode) -> str | None:
         if (tensor.data_ptr() | stride * tensor.dtype.itemsize) % ALIGNMENT:
             return f"takes a {name} aligned to {ALIGNMENT} bytes, got strides {tensor.stride()}"
     return None
+
+
+def compiled(device: torch.device) -> dict[str, int]:
+    return {kernel.__name__: variants_of(kernel, device_index(device)) for kernel in KERNELS}
 
 
 @functools.cache

@@ -53,7 +53,7 @@ def compiled(device: torch.device) -> dict[str, int]:
     """Compiled variants of each kernel that this process holds for `device`; {} where Triton compiles nothing."""
     if _MISSING or INTERPRETED or device.type != "cuda":
         return {}
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = launch.device_index(device)
     return {name: kernel.compiled(index) for name, kernel in launch.KERNELS.items()}
 
 

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 LOG2_E = math.log2(math.e)  # softmax in base 2: exp2 is one instruction
 LN_2 = tl.constexpr(math.log(2.0))  # and back to the natural log of an LSE
@@ -37,6 +38,16 @@ def target_capability(device: torch.device) -> tuple[int, int] | None:
 def shared_bytes(capability: tuple[int, int]) -> int:
     """Shared memory that one block may use."""
     return SHARED_BYTES.get(capability, SHARED_BYTES_ELSEWHERE)
+
+
+def variants_of(function: JITFunction, device: int) -> int:
+    """How many variants of a jitted function this process holds for the GPU of this index."""
+    cache = function.device_caches.get(device)
+    return len(cache[0]) if cache else 0
+
+
+def device_index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 class Kernel:
@@ -95,8 +106,7 @@ class Kernel:
 
     def compiled(self, device: int) -> int:
         """Variants that this process has compiled, or loaded from Triton's cache on disk, for the GPU of this index."""
-        caches = [variant.device_caches.get(device) for variant in (self.aligned, self.general)]
-        return sum(len(cache[0]) for cache in caches if cache)
+        return variants_of(self.aligned, device) + variants_of(self.general, device)
 
 
 KERNELS: dict[str, Kernel] = {}
