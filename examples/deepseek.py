@@ -19,11 +19,7 @@ from deepseek_config import AttentionConfig, DeepSeekConfig
 from deepseek_moe import MLP, MoE
 from deepseek_rope import Rope, rotate
 from paged_cache import LayerCache, calibrate, slots_of
-
-# q_scale * k_scale of a packed FP8 query, one constant for every layer (see ts_ops.pack_query_fp8). With k_scale as
-# `paged_cache.calibrate` chooses it, an element of the query saturates only where its product with the largest element
-# of the cache passes 448 * 224 / 64 = 1568, an attention logit of about 200 from one dimension alone.
-SCALE_PRODUCT = 1 / 64
+from ts_ops.cache import SCALE_PRODUCT
 
 
 class PrefillStep(NamedTuple):

@@ -19,8 +19,9 @@ import ts_ops
 from chunked_prefill import extend
 from decoder import Decoder
 from deepseek import DeepSeek
-from paged_cache import FP8, TABLE_TOKENS, PageAllocator, allocate_layers
+from paged_cache import FP8, PageAllocator, allocate_layers
 from speculative import PromptLookup, sample, uniform
+from ts_ops.cache import TABLE_TOKENS
 
 OPERATORS = (
     "mla_decode", "mla_prefill", "mla_prefill_lse", "merge_attn_states", "mla_kv_cache_write", "mla_kv_cache_gather",

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import ts_ops
+from ts_ops.cache import TABLE_TOKENS, fit_k_scale
 
 FP8 = torch.float8_e4m3fn
-TABLE_TOKENS = 128  # tables cover whole multiples of it: some kernels read entries in blocks of so many tokens
 
 
 class LayerCache(NamedTuple):
@@ -82,11 +82,5 @@ def slots_of(block_tables: Tensor, positions: Tensor, page_size: int) -> Tensor:
 
 
 def calibrate(k_scale: Tensor, latent: Tensor, k_pe: Tensor) -> None:
-    """Set k_scale [1] from the first tokens that a layer sees; a scale that is set stays, for the cache holds by it.
-
-    A power of two, so that multiplying by it is exact in every dtype, and with room for later tokens twice as large as
-    the largest of these: e4m3 is a floating-point format, so that room costs no precision.
-    """
-    largest = torch.maximum(latent.abs().amax(), k_pe.abs().amax()).float().clamp(min=1e-6)
-    fitted = torch.exp2(torch.ceil(torch.log2(2 * largest / torch.finfo(FP8).max)))
-    k_scale.copy_(torch.where(k_scale == 0, fitted, k_scale))
+    """Set k_scale [1] from the first tokens that a layer sees; a scale that is set stays, for the cache holds by it."""
+    k_scale.copy_(torch.where(k_scale == 0, fit_k_scale(latent, k_pe), k_scale))

@@ -5,6 +5,14 @@ from torch import Tensor
 
 from .meta.contract import FP8, MATRIX, MAX_PAGE_SIZE, PAGE_SIZES
 
+# Block tables best cover whole multiples of so many tokens: TokenSpeed's decode kernels read pages, those past a
+# request's end included, up to the next multiple.
+TABLE_TOKENS = MAX_PAGE_SIZE
+# A scale_product for `pack_query_fp8`. With k_scale from `fit_k_scale` an element of the query saturates only where its
+# product with the largest element of the cache passes 448 * 224 / 64 = 1568, an attention logit of about 200 from one
+# dimension alone.
+SCALE_PRODUCT = 1 / 64
+
 
 def allocate_kv_cache(
     num_pages: int,
@@ -46,6 +54,16 @@ def allocate_kv_cache(
     # Guarded, a static address makes Dynamo compile one graph a cache.
     torch._dynamo.mark_static_address(kv_cache, guard=False)
     return kv_cache
+
+
+def fit_k_scale(latent: Tensor, k_pe: Tensor) -> Tensor:
+    """A k_scale, [] fp32, for an FP8 cache of tokens like these, [..., kv_lora_rank] and [..., rope].
+
+    A power of two, so that multiplying by it is exact in every dtype, and with room for later tokens twice as large as
+    the largest of these: e4m3 is a floating-point format, so that room costs no precision.
+    """
+    largest = torch.maximum(latent.abs().amax(), k_pe.abs().amax()).float().clamp(min=1e-6)
+    return torch.exp2(torch.ceil(torch.log2(2 * largest / torch.finfo(FP8).max)))
 
 
 def pack_query_fp8(q_latent: Tensor, q_pe: Tensor, k_scale: Tensor, *, scale_product: float = 1.0) -> Tensor:

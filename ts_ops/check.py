@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .backends.reference import positions_below
+from .cache import TABLE_TOKENS
 from .meta.contract import CacheGather, CacheWrite, Decode, Prefill
 from .meta.schema import NAMESPACE, OPERATORS
 
 TOKENSPEED = "tokenspeed"
-TOKENSPEED_TILE = 128  # tokens that its decode kernels load at once, those past a request's end included
 CHUNK_ELEMENTS = 2**24  # cache elements looked at at once, as fp32: 64 MiB
 _NAMES = frozenset(operator.name for operator in OPERATORS)
 
@@ -114,7 +114,7 @@ def _check_decode(require: _Require, problem: Decode, on_tokenspeed: bool) -> No
     if problem.causal_seqs is not None:
         _check_rank(require, problem, lengths)
 
-    read_to = _divide_up(lengths, TOKENSPEED_TILE) * TOKENSPEED_TILE if on_tokenspeed else lengths
+    read_to = _divide_up(lengths, TABLE_TOKENS) * TABLE_TOKENS if on_tokenspeed else lengths
     tables, used = _check_pages(require, problem, torch.zeros_like(lengths), lengths, read_to)
     if on_tokenspeed:
         _check_cache_finite(require, problem, tables, used)
@@ -154,7 +154,7 @@ def _check_pages(
     def describe(b: int, j: int) -> str:
         why = ""
         if j >= end[b]:
-            why = f", for TokenSpeed's kernels read the entries up to the next multiple of {TOKENSPEED_TILE} tokens: "
+            why = f", for TokenSpeed's kernels read the entries up to the next multiple of {TABLE_TOKENS} tokens: "
             why += "fill a row past its request with 0"
         return f"block_tables[{b}, {j}] of request {b} must be a page id in [0, {num_pages}){why}; got {tables[b, j]}"
 

@@ -48,6 +48,7 @@ from deepseek import DeepSeek  # noqa: E402
 from deepseek_config import parse_config  # noqa: E402
 from generation import prefill  # noqa: E402
 from paged_cache import FP8, PagedCache, calibrate  # noqa: E402
+from ts_ops.cache import TABLE_TOKENS  # noqa: E402
 
 POSITIONS = 163840
 SHARED = dict(
@@ -77,7 +78,7 @@ SHAPES = {
         intermediate_size=256, moe_intermediate_size=64, n_routed_experts=8, num_experts_per_tok=2,
     ),
 }  # fmt: skip
-PAGE_SIZE, TILE = 64, 128  # tokens of a page; caches hold whole tiles, as attention kernels like them
+PAGE_SIZE = 64
 WARMUP = 5  # steps: the first compiles, and reduce-overhead records a graph in the third at the latest
 DTYPE, THEIRS = torch.bfloat16, "transformers"
 # |ours - theirs| / |theirs| of logits; 1.4 if they are unrelated. Rounding may turn near ties of experts. On a CPU, 27
@@ -128,7 +129,7 @@ class Bench:
 
     def room(self, context: int) -> int:
         """Tokens of a cache in which the steps of a case fit."""
-        return -(-(context + WARMUP + self.options.steps) // TILE) * TILE
+        return -(-(context + WARMUP + self.options.steps) // TABLE_TOKENS) * TABLE_TOKENS
 
     def paged_cache(self, batch: int, tokens: int, dtype: torch.dtype = DTYPE) -> PagedCache:
         layers = self.config.num_layers

@@ -14,10 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, StaticCache
 from transformers.cache_utils import Cache, StaticLayer
 
-from .. import allocate_kv_cache
+from ..cache import TABLE_TOKENS, allocate_kv_cache, fit_k_scale
 from ..meta.contract import FP8
-
-TABLE_TOKENS = 128  # some kernels read block tables in blocks of so many tokens, so rows hold multiples of it
 
 
 class Lengths:
@@ -134,9 +132,8 @@ class LatentLayer(StaticLayer):
             stored.copy_(stored[rows])
 
     def calibrate(self, latent: Tensor, k_pe: Tensor) -> None:
-        """Set k_scale from a prompt: a power of two, which scales exactly, with room for tokens twice as large."""
-        largest = torch.maximum(latent.abs().amax(), k_pe.abs().amax()).float().clamp(min=1e-6)
-        self.k_scale.copy_(torch.exp2(torch.ceil(torch.log2(2 * largest / torch.finfo(FP8).max))).view(1))
+        """Set k_scale from a prompt."""
+        self.k_scale.copy_(fit_k_scale(latent, k_pe))
 
 
 class LatentCache(Cache):

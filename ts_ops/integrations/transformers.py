@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
-from .. import mla_decode, mla_kv_cache_write, mla_prefill, pack_query_fp8
+from .. import mla_decode, mla_kv_cache_write, mla_prefill
+from ..cache import SCALE_PRODUCT, pack_query_fp8
 from ..meta.check import name_dtypes
 from ..meta.contract import FP8, MATRIX, MAX_HEADS, PAGE_SIZES
 from .latent_cache import LatentCache, NewTokens
@@ -31,9 +32,6 @@ from .latent_cache import LatentCache, NewTokens
 OLDEST = (5, 15)
 NAME = "tokenspeed_mla"  # of the attention function and its mask, in transformers' tables
 DIMS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
-# q_scale * k_scale of a packed FP8 query, see ts_ops.pack_query_fp8. With k_scale as `LatentLayer.calibrate` chooses
-# it, an element of the query saturates only where it alone would give an attention logit of about 200.
-SCALE_PRODUCT = 1 / 64
 
 if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < OLDEST:
     raise ImportError(f"transformers>=5.15 is needed, got {transformers.__version__}: pip install -U transformers")
