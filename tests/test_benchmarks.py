@@ -8,19 +8,15 @@ import csv
 import importlib.util
 import sys
 import types
-from pathlib import Path
-
-import pytest
-import torch
-
-import ts_ops
-
-sys.path.append(str(Path(__file__).parents[1] / "examples" / "benchmarks"))
 
 import cases
 import kernels
 import measure
 import peers
+import pytest
+import torch
+
+import ts_ops
 
 CPU = torch.device("cpu")
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn

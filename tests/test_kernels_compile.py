@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from ts_ops.meta import contract  # noqa: E402
 
-from cross_compile import MAX_SHARED, compiled_by  # noqa: E402
+from cross_compile import MAX_SHARED, Compiled, compiled_by  # noqa: E402
 from ts_ops.backends import triton as triton_backend  # noqa: E402
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -29,6 +29,14 @@ SPILLS = {
     ("decode-H128-fp8", 89): (80, MMA),
     ("decode-H128-bf16", 80): (80, MMA),
 }
+
+
+def assert_fit(kernels: list[Compiled], capability: int, stack: int) -> None:
+    """At most `stack` bytes a thread, and no more shared memory than there is."""
+    assert kernels, "nothing was launched"
+    for kernel in kernels:
+        assert kernel.stack <= stack, f"{kernel.name} spills {kernel.stack} bytes a thread"
+        assert kernel.shared <= MAX_SHARED[capability], f"{kernel.name} needs {kernel.shared} bytes of shared memory"
 
 
 def empty(*shape, dtype=BF16):
@@ -138,11 +146,8 @@ def test_compiles_without_spills(case, capability):
     operator, problem = CASES[case]()
     launcher = getattr(triton_backend, operator)
     kernels = compiled_by(capability, lambda: launcher(problem, *problem.allocate()))
-    assert kernels, "nothing was launched"
     allowed, _ = SPILLS.get((case, capability), (0, ""))
-    for kernel in kernels:
-        assert kernel.stack <= allowed, f"{kernel.name} spills {kernel.stack} bytes a thread"
-        assert kernel.shared <= MAX_SHARED[capability], f"{kernel.name} needs {kernel.shared} bytes of shared memory"
+    assert_fit(kernels, capability, allowed)
 
 
 # (case, capability) -> most bytes a thread under any Triton from 3.6 on. A load then takes one element, and a tile's
@@ -172,10 +177,7 @@ def test_general_variant_compiles_within_bounds(case, capability):
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
             setattr(problem, name, empty(*tensor.shape[:-1], tensor.shape[-1] + 1, dtype=tensor.dtype)[..., 1:])
     kernels = compiled_by(capability, lambda: getattr(triton_backend, operator)(problem, *problem.allocate()))
-    assert kernels, "nothing was launched"
-    for kernel in kernels:
-        assert kernel.stack <= GENERAL_SPILLS[case, capability], f"{kernel.name} spills {kernel.stack} bytes a thread"
-        assert kernel.shared <= MAX_SHARED[capability], f"{kernel.name} needs {kernel.shared} bytes of shared memory"
+    assert_fit(kernels, capability, GENERAL_SPILLS[case, capability])
 
 
 @pytest.mark.parametrize("case, instruction", [("decode-H128-bf16", "HGMMA"), ("decode-H128-fp8", "QGMMA")])

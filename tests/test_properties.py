@@ -42,6 +42,12 @@ def contents(arguments) -> list[list[int]]:
     return [copy.flatten().view(torch.uint8).tolist() for copy in copies]
 
 
+def poison_empty_rows(query: Tensor, lse: Tensor) -> None:
+    """NaN in the queries of rows that see no key, by their LSE."""
+    empty = (lse == -math.inf).to(query.device)
+    query.copy_(torch.where(empty[..., None], math.nan, query.float()))
+
+
 def assert_untouched(memory: Tensor) -> None:
     guard = prefill_laws.GUARD
     assert (memory[:guard] == 7.0).all() and (memory[-guard:] == 7.0).all(), "written outside the output"
@@ -54,8 +60,7 @@ def test_decode(target, data):
     arguments, options = problem.build(target.device)
     expected, expected_lse = oracle.decode(*arguments, **options)
     query = arguments[0]
-    empty = (expected_lse == -math.inf).to(query.device)
-    query.copy_(torch.where(empty[..., None], math.nan, query.float()))
+    poison_empty_rows(query, expected_lse)
     before = contents((*arguments, *options.values()))
 
     dtype = BF16 if query.dtype == FP8 else query.dtype
@@ -77,9 +82,7 @@ def test_prefill(target, data):
     case = problem.case
     arguments, options = problem.build(target.device)
     expected, expected_lse = oracle.prefill(*arguments, **options)
-    query = arguments[0]
-    empty = (expected_lse == -math.inf).to(query.device)
-    query.copy_(torch.where(empty[..., None], math.nan, query.float()))
+    poison_empty_rows(arguments[0], expected_lse)
     before = contents(arguments)
 
     out, lse = prefill_laws.attend(arguments, options)

@@ -3,13 +3,13 @@
 On one small class; `test_transformers.py` runs all.
 """
 
-import importlib.util
 import math
 import re
 from pathlib import Path
 
 import pytest
 import torch
+import transformers_speed
 from torch._dynamo.utils import ReinplaceCounters, counters
 
 import transformers_generate
@@ -269,21 +269,21 @@ def test_example(options, capsys):
     assert len(Path(transformers_generate.__file__).read_text().splitlines()) < 60
 
 
-def test_benchmark(capsys):
-    path = EXAMPLES / "benchmarks" / "transformers_speed.py"
-    spec = importlib.util.spec_from_file_location("transformers_speed", path)
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
+def test_benchmark(capsys, monkeypatch):
     tiny = ["--device", "cpu", "--tiny", "--batch", "2", "--context", "16", "--layers", "2", "--new-tokens", "3"]
-    benchmark.main(tiny)
+    transformers_speed.main(tiny)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == [f"batch 2, context 16, {row}" for row in ("stock", "bf16", "fp8")]
     for line in lines:
         assert re.search(r"prefill [\d.]+ s, decode -?[\d.]+ ms, -?[\d.]+ tokens/s, peak -$", line), line
-    benchmark.main([*tiny, "--rows", "fp8", "--time-limit", "0"])
+    transformers_speed.main([*tiny, "--rows", "fp8", "--time-limit", "0"])
     assert capsys.readouterr().out == "batch 2, context 16, fp8: not run, after the time limit of 0 s\n"
-    benchmark.measure = lambda *arguments: (_ for _ in ()).throw(torch.OutOfMemoryError("no room\nfor it"))
-    benchmark.main([*tiny, "--rows", "bf16"])
+
+    def measure(*arguments):
+        raise torch.OutOfMemoryError("no room\nfor it")
+
+    monkeypatch.setattr(transformers_speed, "measure", measure)
+    transformers_speed.main([*tiny, "--rows", "bf16"])
     assert capsys.readouterr().out == "batch 2, context 16, bf16: out of memory (no room)\n"
 
 

@@ -19,35 +19,20 @@ import inspect
 import time
 
 import torch
-from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, StaticCache
+from shapes import SHAPES
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, StaticCache
 
 from ts_ops.integrations.transformers import prepare
 
-V2_LITE = dict(
-    vocab_size=102400, hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408, num_attention_heads=16,
-    num_key_value_heads=16, n_shared_experts=2, n_routed_experts=64, num_experts_per_tok=6, first_k_dense_replace=1,
-    topk_method="greedy", n_group=1, topk_group=1, norm_topk_prob=False, routed_scaling_factor=1.0, q_lora_rank=None,
-    kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, max_position_embeddings=163840,
-    rope_parameters={
-        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 4096,
-        "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707,
-    },
-    bos_token_id=None, eos_token_id=None, pad_token_id=0,
-)  # fmt: skip
-TINY = dict(vocab_size=256, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_attention_heads=2,
-            num_key_value_heads=2, n_routed_experts=8)  # fmt: skip
 CACHES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
-def make_model(options: argparse.Namespace) -> DeepseekV2ForCausalLM:
+def make_model(options: argparse.Namespace) -> PreTrainedModel:
+    shape = SHAPES["tiny" if options.tiny else "v2-lite"]
+    config = AutoConfig.for_model(**shape | {"num_hidden_layers": options.layers, "pad_token_id": 0})
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(options.device):
-            config = DeepseekV2Config(**V2_LITE | (TINY if options.tiny else {}), num_hidden_layers=options.layers)
-            return DeepseekV2ForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with torch.device(options.device):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
 def seconds(model, ids: torch.Tensor, cache, cache_name: str, new_tokens: int) -> float:
