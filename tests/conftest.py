@@ -57,9 +57,9 @@ class Target:
         changes = {name: dim for name, dim in dims.items() if hasattr(case, name)}
         if getattr(case, "query", None) == torch.float32:
             changes["query"] = torch.bfloat16
-        if self.backend == "hopper":
-            return dataclasses.replace(case, **changes, page_size=max(32, case.page_size))
-        if getattr(case, "dtype", None) in (torch.float32, torch.float16):
+        if self.backend == "hopper" and hasattr(case, "page_size"):
+            changes["page_size"] = max(32, case.page_size)
+        if self.backend == "tokenspeed" and getattr(case, "dtype", None) in (torch.float32, torch.float16):
             changes["dtype"] = torch.bfloat16
         return dataclasses.replace(case, **changes)
 

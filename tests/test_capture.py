@@ -24,6 +24,7 @@ from test_laws_decode import Case
 @graphs.on_every_backend
 @pytest.mark.parametrize("operator, overload", calls.OVERLOADS, ids=map(".".join, calls.OVERLOADS))
 def test_replay_sees_the_inputs_as_they_are_then(operator, overload, place):
+    graphs.skip_unless_it_has(place, operator)
     with torch.device(place.device):
         static, later = calls.example(operator), graphs.other_example(operator)
         buffers = calls.buffers(operator, static) if overload == "out" else {}
@@ -58,14 +59,18 @@ def test_captured_at_length_1_replayed_at_capacity(place):
         recording.replay()
         assert graphs.same_bits(recording.results, step())
         expected, expected_lse = oracle.decode(**static)
-        assert oracle.row_error(recording.results[0], expected) <= decode_laws.TOLERANCE[BF16]
-        oracle.assert_lse_close(recording.results[1], expected_lse, decode_laws.LSE_TOLERANCE[BF16])
+        case = Case((), query=BF16)
+        assert oracle.row_error(recording.results[0], expected) <= decode_laws.tolerance(case, place)
+        oracle.assert_lse_close(recording.results[1], expected_lse, decode_laws.lse_tolerance(case, place))
 
 
 @graphs.on_serving_backends
 @pytest.mark.parametrize("batch, heads, capacity", [(1, 16, 32768), (1, 128, 32768), (16, 16, 8192)])
 def test_time_at_capacity_of_a_graph_captured_at_length_1(batch, heads, capacity, place):
-    """Within 1.3 times that of a graph captured at capacity, where a plan made for length 1 would take far longer."""
+    """Within 1.3 times that of a graph captured at capacity, where a plan made for length 1 would take far longer.
+
+    Hopper's plan is made on the device for the lengths of each replay: there even the hint of length 1 costs nothing.
+    """
     static = graphs.arguments("mla_decode", Size(batch, 1, heads, capacity), place.device, seed=0)
     recordings = []
     for length, hint in ((1, None), (capacity, None), (1, 1)):
@@ -79,7 +84,10 @@ def test_time_at_capacity_of_a_graph_captured_at_length_1(batch, heads, capacity
         f"\nB {batch} H {heads} keys {capacity}: {early:.4f} ms, fresh {fresh:.4f}, planned short {planned_short:.4f}"
     )
     assert early <= 1.3 * fresh
-    assert planned_short > 1.3 * fresh, "a plan made for length 1 would not be seen"
+    if place.backend == "hopper":
+        assert planned_short <= 1.3 * fresh
+    else:
+        assert planned_short > 1.3 * fresh, "a plan made for length 1 would not be seen"
 
 
 def scattered(case: Case, lengths: list[int], pages: int, max_pages: int, outside: float):
@@ -149,12 +157,13 @@ def test_decode_of_requests_that_join_and_finish(dtype, place):
         assert graphs.same_bits(tuple(buffers.values()), graphs.outputs(place, "mla_decode_lse", clean)), step_lengths
         expected, expected_lse = oracle.decode(**clean)
         assert oracle.row_error(buffers["out"], expected) <= decode_laws.tolerance(case, place)
-        oracle.assert_lse_close(buffers["lse"], expected_lse, decode_laws.LSE_TOLERANCE[case.query])
+        oracle.assert_lse_close(buffers["lse"], expected_lse, decode_laws.lse_tolerance(case, place))
 
 
 @graphs.on_every_backend
 def test_prefill_of_sequences_that_join_and_finish(place):
     """Sequences of any length, none included, in buffers of one size; what no row may see is NaN."""
+    graphs.skip_unless_it_has(place, "mla_prefill_lse")
     case = place.fit(prefill_laws.Case((), ()))
     tokens_q, tokens_kv, batch, device = 24, 80, 3, place.device
     dtype = case.dtype
@@ -197,6 +206,7 @@ def test_prefill_of_sequences_that_join_and_finish(place):
 @graphs.on_every_backend
 def test_write_and_gather_of_requests_that_join_and_finish(place):
     """Padded tokens have slot -1 and NaN to write; gathered rows past the last request are 0 in a poisoned buffer."""
+    graphs.skip_unless_it_has(place, WRITE)
     case = Case((0,) * 4, query=torch.float16)
     pages, max_pages, device, dim = 30, 5, place.device, case.rank + case.rope
     tokens, total = 9, 150
@@ -258,7 +268,7 @@ def test_every_head_count_page_size_and_q_len(case, place):
     static["seq_lens"].copy_(lengths)
     recording.replay()
     assert oracle.row_error(out, expected) <= decode_laws.tolerance(case, place)
-    oracle.assert_lse_close(lse, expected_lse, decode_laws.LSE_TOLERANCE[case.query])
+    oracle.assert_lse_close(lse, expected_lse, decode_laws.lse_tolerance(case, place))
 
 
 @graphs.on_the_gpu
@@ -313,8 +323,9 @@ def test_a_cache_past_4_gib(dtype, place):
         gathered, out, lse = recording.results
         assert torch.equal(gathered[: len(live)].cpu(), live) and (gathered[len(live) :] == 0).all()
         expected, expected_lse = oracle.decode(**decode)
-        assert oracle.row_error(out, expected) <= decode_laws.tolerance(Case((), query=dtype), place)
-        oracle.assert_lse_close(lse, expected_lse, decode_laws.LSE_TOLERANCE[dtype])
+        case = Case((), query=dtype)
+        assert oracle.row_error(out, expected) <= decode_laws.tolerance(case, place)
+        oracle.assert_lse_close(lse, expected_lse, decode_laws.lse_tolerance(case, place))
         written = torch.stack([part.view(torch.uint8).count_nonzero() for part in cache.split(4096)]).sum()
         assert int(written) == int(live.to(dtype).view(torch.uint8).count_nonzero()), (
             "bytes outside the slots were written"
@@ -325,6 +336,7 @@ def test_a_cache_past_4_gib(dtype, place):
 @pytest.mark.parametrize("operator", calls.NAMES)
 def test_tensors_of_a_gpu_that_is_not_current(operator, place):
     """Launched where the tensors are, eagerly and under capture; the current device stays what it was."""
+    graphs.skip_unless_it_has(place, operator)
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     with torch.device("cuda:1"), torch.cuda.device(1):

@@ -30,10 +30,11 @@ GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 DEVICES = ["cpu", GPU]
 
 # The most launches of one decode step of the layer at DeepSeek-R1's dimensions, compiled without a CUDA graph, by cache
-# and query, on an H200. `pytest -m gpu -k launches -s tests/test_compile_modes.py` lists them: norms 3, projections 4
-# with split-K reductions for two, absorbed products 2, rope of the key, query, write, decode, combine, two that lay out
-# operands of the products behind the decode (one scales by k_scale), and the residual's copy for its sum in cuBLAS.
-LAUNCHES = {"bf16": 19, "fp8": 19, "fp8-query": 19}
+# and query, on an H200. `pytest -m gpu -k launches -s tests/test_compile_modes.py` lists them: norms 3, projections 4,
+# absorbed products 2, rope of the key, query, write, decode, combine, the layout of the last projection's operand, the
+# residual's copy for its sum in cuBLAS, and of an FP8 cache the product with k_scale. Not counted are the reductions
+# behind products for which cuBLAS chooses split-K.
+LAUNCHES = {"bf16": 16, "fp8": 17, "fp8-query": 17}
 
 on_every_device = pytest.mark.parametrize(
     ("device", "options"),
@@ -401,11 +402,12 @@ def test_launches_of_a_layer(kind):
     for mode in ("default", "reduce-overhead"):
         torch._dynamo.reset()
         compiled = torch.compile(layer, fullgraph=True, mode=mode)
-        with torch.no_grad():
+        # Inductor would pad the batch of 4 for products that it times as faster so: a launch that comes and goes.
+        with torch.no_grad(), torch._inductor.config.patch(shape_padding=False):
             for _ in range(3):
                 compiled(x, step, cache)
             traced = launches.trace(lambda: compiled(x, step, cache), "cuda")
-        counts[mode] = len(traced.launches)
+        counts[mode] = sum("splitKreduce" not in launch.name for launch in traced.launches)
         lists += f"\n{kind}, {mode}: {counts[mode]} launches{traced.listed()}"
     print(lists)
     copies = len(small_inputs(x, step, cache))

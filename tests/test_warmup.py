@@ -135,6 +135,17 @@ def test_under_capture_what_was_warmed_runs(blackwell):
         decode(2, 1, 32, BF16, 64, 512)
 
 
+def test_layouts_that_a_forced_backend_refuses_are_left_out(blackwell):
+    """TokenSpeed decodes aligned caches alone; without force another backend serves the rest. Any other refusal is an
+    error."""
+    both = warm(heads=16, max_seq_len=512, batch_sizes=(1, 2))
+    with ts_ops.use_backend("tokenspeed"):
+        forced = warm(heads=16, max_seq_len=512, batch_sizes=(1, 2))
+        assert 0 < forced.calls < both.calls and not forced.compilations, "the same kernels"
+        with pytest.raises(RuntimeError, match="the forced backend cannot serve this call. tokenspeed: .* pages of"):
+            warm(heads=16, max_seq_len=512, page_size=1)
+
+
 def test_report(blackwell):
     report = warm(heads=16, max_seq_len=300, query_dtype=FP8)
     table = str(report)

@@ -121,6 +121,7 @@ def warmup(
     After it nothing is compiled for a call with these heads, dims and dtypes, any listed batch size and q_len, any
     lengths, and a `max_seq_len` hint or table capacity up to the one given; whatever the strides and alignment of its
     tensors, and with or without LSE. For merges, cache operators, pack and prefill any number of tokens is in range.
+    Strides and alignments that a forced backend refuses are left out.
 
     Calling it again with the same arguments costs nothing; threads that call it at once wait for each other.
 
@@ -177,12 +178,17 @@ def _run(deployment: Deployment, device: torch.device, progress: bool) -> Report
     compiled: list[Compilation] = []
     begin = time.perf_counter()
     before = dispatch.compiled(device)
-    calls = list(_calls(deployment))
+    calls, made = list(_calls(deployment)), 0
     with torch.inference_mode(), torch.device(device):
         for operator, aligned, label, arguments in tqdm(calls, desc="warm-up", unit="call", disable=not progress):
             start = time.perf_counter()
             args, kwargs = arguments()
-            kwargs |= _odd_buffers(operator, args, kwargs) if not aligned else {}
+            problem = PROBLEMS[operator](*args, **kwargs)
+            plain = aligned and all(value.is_contiguous() for value in args if isinstance(value, Tensor))
+            if not plain and dispatch.choice(operator, problem) is None:
+                continue  # the plain call came before, and would have raised
+            kwargs |= _odd_buffers(operator, problem) if not aligned else {}
+            made += 1
             getattr(getattr(torch.ops, NAMESPACE), operator)(*args, **kwargs)
             seconds = time.perf_counter() - start
             after = dispatch.compiled(device)
@@ -192,7 +198,7 @@ def _run(deployment: Deployment, device: torch.device, progress: bool) -> Report
                 before = after
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return Report(tuple(compiled), len(calls), time.perf_counter() - begin)
+    return Report(tuple(compiled), made, time.perf_counter() - begin)
 
 
 def _calls(deployment: Deployment) -> Iterator[tuple]:
@@ -210,10 +216,9 @@ def _calls(deployment: Deployment) -> Iterator[tuple]:
                 yield operator, aligned, label if aligned else f"{label}, unaligned", build
 
 
-def _odd_buffers(operator: str, args: tuple, kwargs: dict) -> dict[str, Tensor]:
+def _odd_buffers(operator: str, problem) -> dict[str, Tensor]:
     """For the `.out` overload, if there is one: buffers that start at odd addresses."""
-    results = PROBLEMS[operator](*args, **kwargs).results
-    buffers = (torch.empty(math.prod(shape) + 1, dtype=dtype)[1:].view(shape) for shape, dtype in results)
+    buffers = (torch.empty(math.prod(shape) + 1, dtype=dtype)[1:].view(shape) for shape, dtype in problem.results)
     return dict(zip(BUFFERS[operator], buffers))
 
 
