@@ -1,7 +1,7 @@
 """Merge the pieces of the requests that the plan split (see plan.py) into the output.
 
-A program owns some columns of some rows of one record. Most records name a request that is whole, and its programs
-return at once.
+A program owns a part of the words of some pairs of rows of one record (see partials.py). Most records name a request
+that is whole, and its programs return at once.
 """
 
 import triton
@@ -9,44 +9,98 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait as wait_for_kernel_before
 
 from ..triton.launch import LN_2
+from .partials import place_of_word, rows_of_pair
 
 
-@triton.jit(do_not_specialize=["records", "lse", "partial_lse", "output_scale", "rows", "row_tiles"])
+@triton.jit
+def _states(lses, peak, total):
+    """LSEs of more pieces of a row -> (their weights, peak, total, what to rescale sums by)."""
+    peak_then = tl.maximum(peak, tl.max(lses, axis=0))
+    shift = tl.where(peak_then == float("-inf"), 0.0, peak_then)
+    weights = tl.exp2(lses - shift)
+    rescale = tl.exp2(peak - shift)
+    return weights, peak_then, total * rescale + tl.sum(weights, axis=0), rescale
+
+
+@triton.jit
+def _scale_and_lse(peak, total, output_scale):
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+    return output_scale / total, tl.where(empty, float("-inf"), peak + tl.log2(total)) * LN_2
+
+
+@triton.jit
+def _halves(words):
+    """Two fp16 of a word, in fp32."""
+    low = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return low, (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["records", "lse", "wants_lse", "partial_lse", "output_scale", "rows", "row_tiles"])
 def combine_kernel(
-    records, partial, partial_lse, out, lse, output_scale, rows, row_tiles, ROWS: tl.constexpr, DIM: tl.constexpr,
-    COLUMNS: tl.constexpr, PER_PROGRAM: tl.constexpr, CHUNK: tl.constexpr,
+    records, partial, partial_lse, out, lse, wants_lse, output_scale, rows, row_tiles, ROWS: tl.constexpr,
+    WORDS: tl.constexpr, PART: tl.constexpr, PER_PROGRAM: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
+    """With LSE and without are one variant, for another may add in another order.
+
+    Of FP8 `partial` and `out` are int32: pairs of fp16, and of bf16.
+    """
+    PAIRED: tl.constexpr = partial.dtype.element_ty == tl.int32
+    PARTS: tl.constexpr = 2 * WORDS // PART
     wait_for_kernel_before()
     record = records + tl.program_id(1) * 3
-    first = tl.load(record + 1)
-    last = tl.load(record + 2)
-    if last > first:
+    first_piece = tl.load(record + 1)
+    last_piece = tl.load(record + 2)
+    if last_piece > first_piece:
         request = tl.load(record).to(tl.int64)
-        parts = last - first + 1
-        column_tile = tl.program_id(0) % (DIM // COLUMNS)
-        column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
-        begin = tl.program_id(0) // (DIM // COLUMNS) * PER_PROGRAM
-        for row in range(begin, tl.minimum(begin + PER_PROGRAM, rows)):
-            peak = tl.full([], float("-inf"), tl.float32)
-            total = tl.zeros([], tl.float32)
-            acc = tl.zeros([COLUMNS], tl.float32)
-            for start in range(0, parts, CHUNK):
-                part = start + tl.arange(0, CHUNK)
+        pieces = last_piece - first_piece + 1
+        part = tl.program_id(0) % PARTS
+        word = part * PART + tl.arange(0, PART)
+        of_second, column = place_of_word(word, PAIRED)
+        begin = tl.program_id(0) // PARTS * PER_PROGRAM
+        for pair in range(begin, tl.minimum(begin + PER_PROGRAM, row_tiles * (ROWS // 2))):
+            row_tile = pair // (ROWS // 2)
+            first, second = rows_of_pair(pair % (ROWS // 2), PAIRED)
+            first_row = row_tile * ROWS + first
+            second_row = row_tile * ROWS + second
+            first_peak = tl.full([], float("-inf"), tl.float32)
+            second_peak = first_peak
+            first_total = tl.zeros([], tl.float32)
+            second_total = first_total
+            sums = tl.zeros([PART], tl.float32)
+            odd_sums = sums
+            for start in range(0, pieces, CHUNK):
+                piece = start + tl.arange(0, CHUNK)
+                there = piece < pieces
                 # The first piece is in slot 1 of its worker, the others in slot 0 of theirs.
-                slot_row = (2 * (first + part) + tl.where(part == 0, 1, 0)) * row_tiles * ROWS + row
-                lses = tl.load(partial_lse + slot_row, part < parts, float("-inf"))
-                values = tl.load(partial + slot_row[:, None] * DIM + column[None, :], (part < parts)[:, None], 0.0)
-                peak_then = tl.maximum(peak, tl.max(lses, axis=0))
-                shift = tl.where(peak_then == float("-inf"), 0.0, peak_then)
-                weights = tl.exp2(lses - shift)
-                rescale = tl.exp2(peak - shift)
-                acc = acc * rescale + tl.sum(values * weights[:, None], axis=0)
-                total = total * rescale + tl.sum(weights, axis=0)
-                peak = peak_then
-            empty = total == 0.0
-            total = tl.where(empty, 1.0, total)
+                slot = 2 * (first_piece + piece) + tl.where(piece == 0, 1, 0)
+                block_row = (slot * row_tiles + row_tile) * ROWS
+                words = block_row * WORDS + (pair % (ROWS // 2)) * (2 * WORDS)
+                values = tl.load(partial + words[:, None] + word[None, :], there[:, None], 0)
+                lses = tl.load(partial_lse + block_row + first, there & (first_row < rows), float("-inf"))
+                second_lses = tl.load(partial_lse + block_row + second, there & (second_row < rows), float("-inf"))
+                weights, first_peak, first_total, rescale = _states(lses, first_peak, first_total)
+                other, second_peak, second_total, rescale_other = _states(second_lses, second_peak, second_total)
+                weights = tl.where(of_second[None, :], other[:, None], weights[:, None])
+                rescale = tl.where(of_second, rescale_other, rescale)
+                if PAIRED:
+                    even, odd = _halves(values)
+                    sums = sums * rescale + tl.sum(even * weights, axis=0)
+                    odd_sums = odd_sums * rescale + tl.sum(odd * weights, axis=0)
+                else:
+                    sums = sums * rescale + tl.sum(values * weights, axis=0)
+            first_scale, first_lse = _scale_and_lse(first_peak, first_total, output_scale)
+            second_scale, second_lse = _scale_and_lse(second_peak, second_total, output_scale)
+            scale = tl.where(of_second, second_scale, first_scale)
+            row = tl.where(of_second, second_row, first_row)
             flat_row = request * rows + row
-            tl.store(out + flat_row * DIM + column, (acc * (output_scale / total)).to(out.dtype.element_ty))
-            if lse is not None:
-                if column_tile == 0:
-                    tl.store(lse + flat_row, tl.where(empty, float("-inf"), peak + tl.log2(total)) * LN_2)
+            if PAIRED:
+                low = (sums * scale).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+                high = (odd_sums * scale).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16
+                results = low | high
+            else:
+                results = (sums * scale).to(out.dtype.element_ty)
+            tl.store(out + flat_row * WORDS + column, results, row < rows)
+            if (wants_lse != 0) & (part == 0):
+                tl.store(lse + request * rows + first_row, first_lse, first_row < rows)
+                tl.store(lse + request * rows + second_row, second_lse, second_row < rows)

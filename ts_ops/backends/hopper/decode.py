@@ -20,6 +20,7 @@ from .decode_fp8 import decode_fp8_kernel
 TILE, RANK, ROPE = plan.TILE.value, plan.RANK.value, plan.ROPE.value
 PAGES = (32, 64, 128)
 ALIGNMENT = 16  # bytes, of what TMA reads and of what is written
+LEAST_COMBINES = 512  # programs of combine.py that fill a GPU
 MOST_TOKENS = plan.UNLIMITED.value  # of a request
 SWIZZLES = {  # by bytes an element: shared-memory layouts of boxes of latent and of rope columns
     1: (gl.NVMMASharedLayout(128, 8, 2), gl.NVMMASharedLayout(64, 8, 2)),
@@ -76,21 +77,26 @@ def tiles(rows: int, sms: int) -> tuple[int, int, int]:
 
 
 @functools.cache
-def combine_grid(rows: int, records: int, workers: int) -> tuple[tuple[int, int], dict[str, int]]:
-    """The grid of combine.py and its constants."""
-    # Few rows are cut into columns, so that all multiprocessors merge; of many, most are whole and cost their launch.
-    per_program, columns = (1, 128) if rows * records <= 512 else (1 if rows * records <= 2048 else 4, RANK)
-    likely_pieces = min(32, triton.next_power_of_2(2 * workers // records))
-    constants = {"COLUMNS": columns, "PER_PROGRAM": per_program, "CHUNK": likely_pieces}
-    return (triton.cdiv(rows, per_program) * (RANK // columns), records), constants
+def combine_grid(block_rows: int, row_tiles: int, records: int, workers: int, words: int) -> tuple[tuple, dict]:
+    """The grid of combine.py and its constants, for partial results of so many words a row."""
+    pairs = row_tiles * block_rows // 2
+    # As many pieces of a request at once as an even plan makes of it, if they are not too many, and 8192 words.
+    pieces = min(max(triton.next_power_of_2(workers // records), 2), 32)
+    part = min(2 * words, 8192 // pieces)
+    while pairs * records * (2 * words // part) < LEAST_COMBINES and part > 64:
+        part //= 2
+    # Of many requests most are whole, and their programs cost only their launch.
+    per_program = 4 if pairs * records * (2 * words // part) > 8 * LEAST_COMBINES else 1
+    constants = {"ROWS": block_rows, "WORDS": words, "PART": part, "PER_PROGRAM": per_program, "CHUNK": pieces}
+    return (triton.cdiv(pairs, per_program) * (2 * words // part), records), constants
 
 
 @functools.cache
-def scratch_sizes(batch: int, rows: int, sms: int) -> tuple[int, int, int]:
-    """4-byte numbers of partial results, two of a block each (see plan.py), of their LSEs, and of records."""
+def scratch_sizes(batch: int, rows: int, sms: int, words: int) -> tuple[int, int, int]:
+    """4-byte words of partial results, two of a block each (see plan.py), of their LSEs, and of records."""
     block_rows, row_tiles, workers = tiles(rows, sms)
     states = 2 * workers * row_tiles * block_rows
-    return states * RANK, states, 3 * min(batch, workers)
+    return states * words, states, 3 * min(batch, workers)
 
 
 def mla_decode(problem: Decode, out: Tensor, lse: Tensor | None = None) -> None:
@@ -102,22 +108,26 @@ def mla_decode(problem: Decode, out: Tensor, lse: Tensor | None = None) -> None:
     rows, tables = problem.q_len * problem.heads, problem.block_tables
     sms = sm_count(problem.device)
     block_rows, row_tiles, workers = tiles(rows, sms)
-    sizes = scratch_sizes(problem.batch, rows, sms)
-    scratch = torch.empty(sum(sizes), dtype=torch.float32, device=problem.device)
+    paired = problem.query.dtype == FP8  # two columns a word, see partials.py
+    words = RANK // 2 if paired else RANK
+    sizes = scratch_sizes(problem.batch, rows, sms, words)
+    scratch = torch.empty(sum(sizes), dtype=torch.int32, device=problem.device)
     partial, partial_lse, records = scratch.split(sizes)
-    records = records.view(torch.int32)
+    partial_lse = partial_lse.view(torch.float32)
+    out, partial = (out.view(torch.int32), partial) if paired else (out, partial.view(torch.float32))
+    results = out, partial_lse if lse is None else lse, int(lse is not None)
     arguments = (
-        tables, problem.seq_lens, out, lse, partial, partial_lse, records, problem.softmax_scale * LOG2_E,
+        tables, problem.seq_lens, *results, partial, partial_lse, records, problem.softmax_scale * LOG2_E,
         problem.output_scale, problem.batch, problem.q_len, problem.heads, _page_rows(problem), problem.capacity,
         min(problem.window_left, problem.capacity + problem.q_len), int(problem.is_causal), tables.stride(0),
         problem.seq_lens.stride(0),
     )  # fmt: skip
-    grid, constants = combine_grid(rows, min(problem.batch, workers), workers)
+    grid, constants = combine_grid(block_rows, row_tiles, min(problem.batch, workers), workers, words)
     with on_device(problem.device):
         LAUNCH[problem.query.dtype](problem, (row_tiles, workers), block_rows, arguments)
         combine_kernel[grid](
-            records, partial, partial_lse, out, lse, problem.output_scale, rows, row_tiles, ROWS=block_rows, DIM=RANK,
-            **constants, num_warps=4, launch_pdl=True,
+            records, partial, partial_lse, *results, problem.output_scale, rows, row_tiles, **constants, num_warps=4,
+            launch_pdl=True,
         )  # fmt: skip
 
 
@@ -125,13 +135,11 @@ mla_decode_lse = mla_decode
 
 
 def _fp8(problem: Decode, grid: tuple[int, int], block_rows: int, arguments: tuple) -> None:
-    tables, lens, out, lse, partial, *others = arguments
     two_pairs, four_pairs = _transposed(block_rows)
     decode_fp8_kernel[grid](
-        *_cache_boxes(problem, 128, 64), *_query_boxes(problem, 128, 64), tables, lens, out.view(torch.int32), lse,
-        partial.view(torch.int64), *others, ROWS=block_rows, PAGE=problem.page_size, STAGES=4, KEYS=16,
-        FULL=problem.q_len * problem.heads % block_rows == 0, WEIGH_REGISTERS=104, TWO_PAIRS=two_pairs,
-        FOUR_PAIRS=four_pairs, num_warps=8, maxnreg=128,
+        *_cache_boxes(problem, 128, 64), *_query_boxes(problem, 128, 64), *arguments, ROWS=block_rows,
+        PAGE=problem.page_size, STAGES=4, KEYS=16, FULL=problem.q_len * problem.heads % block_rows == 0,
+        WEIGH_REGISTERS=104, TWO_PAIRS=two_pairs, FOUR_PAIRS=four_pairs, num_warps=8, maxnreg=128,
     )  # fmt: skip
 
 

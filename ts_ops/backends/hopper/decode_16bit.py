@@ -17,8 +17,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..triton.launch import LN_2
 from .dialect import barrier, tma_load, view
-from .plan import RANK, ROPE, TILE, UNSPECIALIZED, make_plan, piece, record_piece, start_records
-from .softmax import bounds, clear_unseen, finish, hand_over, hide_unseen, publish, store, weights
+from .partials import store_words, words_of_16bit
+from .plan import (
+    RANK,
+    ROPE,
+    TILE,
+    UNSPECIALIZED,
+    ask_for,
+    ask_for_page,
+    first_slot_row,
+    last_worker,
+    make_plan,
+    piece,
+    record_piece,
+    start_records,
+)
+from .softmax import bounds, clear_unseen, hand_over, hide_unseen, publish, store, take, unknown_zero, weights
 
 HALF = gl.constexpr(256)
 BOX = gl.constexpr(64)  # columns of a TMA copy
@@ -75,7 +89,7 @@ def _copy(shared, PAGE: gl.constexpr):
 
 @gluon.jit
 def _weigh(shared, BUFFERS: gl.constexpr):
-    """The softmax partition: weights of each tile, then the peak and total of each piece."""
+    """The softmax partition: weights of each tile, then 1 / total and the LSE of each piece."""
     (
         latents, ropes, q_boxes, q_rope, weight_buffers, rescales, rescaled, state, full, weighed, read, query_ready,
         query_read, finished, taken, plan, lens, first_row, rows, heads, q_len, window, causal, scale_log2,
@@ -88,7 +102,7 @@ def _weigh(shared, BUFFERS: gl.constexpr):
     first_request, end_request, offset, quota = plan
     halves = view(latents, dtype, [STAGES * 2, TILE, HALF], SWIZZLED)
     rope_keys = view(ropes, dtype, [STAGES, TILE, ROPE], SWIZZLED)
-    q_latent = view(q_boxes, dtype, [TILE, RANK], SWIZZLED)
+    q_latents = view(q_boxes, dtype, [1, TILE, RANK], SWIZZLED)
     zeros = gl.full([TILE, TILE], 0.0, gl.float32, layout=SCORES)
     column = gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
     row = first_row + gl.arange(0, TILE, layout=gl.SliceLayout(1, SCORES))
@@ -103,11 +117,15 @@ def _weigh(shared, BUFFERS: gl.constexpr):
         mbarrier.wait(query_ready, pieces & 1)
         peak = gl.full([TILE], -float("inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
         total = gl.full([TILE], 0.0, gl.float32, layout=gl.SliceLayout(1, SCORES))
+        zero = unknown_zero(capacity)
+        q_index = zero
         for tile in range(first + begin_tile, first + end_tile):
             stage = step % STAGES
             buffer = step % BUFFERS
             phase = (step // STAGES) & 1
             first_key = tile * TILE
+            q_latent = q_latents.index(q_index)
+            q_index += zero
             left = halves.index(stage * 2)
             right = halves.index(stage * 2 + 1)
             mbarrier.wait(full.index(stage * 2), phase)
@@ -152,20 +170,20 @@ def _sum_values(
 ):  # fmt: skip
     """The default partition: the weighted sum of the values of each piece, and its store."""
     (
-        out, lse, partial, partial_lse, records, latents, weight_buffers, rescales, rescaled, state, empty, weighed,
-        read, finished, taken, plan, lens, row_tile, row_tiles, rows, batch, worker, workers, q_len, window,
+        out, lse, wants_lse, partial, partial_lse, records, latents, weight_buffers, rescales, rescaled, state, empty,
+        weighed, read, finished, taken, plan, lens, row_tile, row_tiles, rows, batch, worker, workers, q_len, window,
         output_scale,
     ) = shared  # fmt: skip
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, HALF // 2, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     FOUR: gl.constexpr = gl.BlockedLayout([4], [32], [8], [0])
     PER_ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
+    EACH_ROW: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
     seq_lens, stride_lens, capacity = lens
     first_request, end_request, offset, quota = plan
     halves = view(latents, latents.dtype, [STAGES * 2, TILE, HALF], gl.NVMMASharedLayout(128, 16, 2))
     tile_row = gl.arange(0, TILE, layout=PER_ROW)
-    row = row_tile * ROWS + tile_row
-    live = (tile_row < ROWS) & (row < rows)
+    lse_row = gl.arange(0, TILE, layout=EACH_ROW)
     step = first_request * 0
     pieces = first_request * 0
     start_records(records, batch, workers, worker, row_tile)
@@ -194,34 +212,37 @@ def _sum_values(
             right, weight = warpgroup_mma_wait(0, deps=(right, weight))
             mbarrier.arrive(empty.index(stage * 2 + 1), count=1)
             step += 1
-        norm, row_lse = finish(state, finished, taken, pieces, TILE, PER_ROW)
-        last = record_piece(records, batch, workers, request, worker, begin_tile, units, offset, quota, row_tile)
+        norm, row_lse = take(state, finished, taken, pieces, TILE, PER_ROW, EACH_ROW)
+        record_piece(records, batch, workers, request, worker, begin_tile, units, offset, quota, row_tile)
         pieces += 1
         flat_row = request.to(gl.int64) * rows + row_tile * ROWS
         live_rows = gl.minimum(rows - row_tile * ROWS, ROWS)
-        if (begin_tile == 0) & (last == worker):
+        if (begin_tile == 0) & (last_worker(worker, units, offset, quota) == worker):
+            if wants_lse != 0:
+                gl.store(lse + flat_row + lse_row, row_lse * LN_2, mask=lse_row < live_rows)
             scale = (norm * output_scale)[:, None]
             result = out + flat_row * RANK
             left_half = gl.convert_layout((left * scale).to(out.dtype.element_ty), FOUR_COLUMNS)
             _store_half(result, left_half, live_rows, EIGHT_COLUMNS, FULL)
             right_half = gl.convert_layout((right * scale).to(out.dtype.element_ty), FOUR_COLUMNS)
             _store_half(result + HALF, right_half, live_rows, EIGHT_COLUMNS, FULL)
-            if lse is not None:
-                gl.store(lse + flat_row + tile_row, row_lse * LN_2, mask=live)
         else:
-            slot = 2 * worker + gl.where(begin_tile == 0, 1, 0)
-            slot_row = (slot * row_tiles + row_tile) * ROWS
-            scratch = partial + slot_row * RANK
-            _store_half(scratch, left * norm[:, None], live_rows, FOUR_COLUMNS, FULL)
-            _store_half(scratch + HALF, right * norm[:, None], live_rows, FOUR_COLUMNS, FULL)
-            gl.store(partial_lse + slot_row + tile_row, row_lse, mask=live)
+            slot_row = first_slot_row(worker, begin_tile, row_tile, row_tiles, ROWS)
+            gl.store(partial_lse + slot_row + lse_row, row_lse, mask=lse_row < live_rows)
+            block = partial + slot_row * RANK
+            index = words_of_16bit(tile_row, gl.arange(0, HALF, layout=gl.SliceLayout(0, SUMS)))
+            within = (tile_row < ROWS).to(gl.int32)[:, None] + index * 0
+            words = (left * norm[:, None]).to(gl.int32, bitcast=True)
+            store_words(block, index, words, within, SUMS)
+            words = (right * norm[:, None]).to(gl.int32, bitcast=True)
+            store_words(block + 2 * HALF, index, words, within, SUMS)
         offset -= units
         request += 1
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
 def decode_16bit_kernel(
-    boxes, query_boxes, block_tables, seq_lens, out, lse, partial, partial_lse, records,
+    boxes, query_boxes, block_tables, seq_lens, out, lse, wants_lse, partial, partial_lse, records,
     scale_log2, output_scale, batch, q_len, heads, page_rows, capacity, window, causal, stride_table, stride_lens,
     ROWS: gl.constexpr, PAGE: gl.constexpr, BUFFERS: gl.constexpr, FULL: gl.constexpr, WEIGH_REGISTERS: gl.constexpr,
     FOUR_COLUMNS: gl.constexpr, EIGHT_COLUMNS: gl.constexpr,
@@ -236,7 +257,7 @@ def decode_16bit_kernel(
     row_tiles = gl.num_programs(0)
     workers = gl.num_programs(1)
     rows = q_len * heads
-    plan = make_plan(worker, workers, seq_lens, stride_lens, batch, capacity, q_len, window, 8)
+    ask_for(seq_lens)
 
     latents = gl.allocate_shared_memory(dtype, [STAGES * (RANK // BOX) * PARTS, TILE // PARTS, BOX], boxes.layout)
     ropes = gl.allocate_shared_memory(dtype, [STAGES * PARTS, TILE // PARTS, ROPE], boxes.layout)
@@ -263,11 +284,13 @@ def decode_16bit_kernel(
     query_read = once.index(1)
     finished = once.index(2)
     taken = once.index(3)
+    plan = make_plan(worker, workers, seq_lens, stride_lens, batch, capacity, q_len, window, 8)
+    ask_for_page(plan, block_tables, stride_table, batch, capacity, PAGE)
     barrier()
     lens = (seq_lens, stride_lens, capacity)
     sums = (
-        out, lse, partial, partial_lse, records, latents, weight_buffers, rescales, rescaled, state, empty, weighed,
-        read, finished, taken, plan, lens, row_tile, row_tiles, rows, batch, worker, workers, q_len, window,
+        out, lse, wants_lse, partial, partial_lse, records, latents, weight_buffers, rescales, rescaled, state, empty,
+        weighed, read, finished, taken, plan, lens, row_tile, row_tiles, rows, batch, worker, workers, q_len, window,
         output_scale,
     )  # fmt: skip
     weigh = (

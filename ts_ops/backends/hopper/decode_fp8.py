@@ -20,10 +20,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..triton.launch import LN_2
 from .dialect import barrier, tma_load, view
-from .plan import RANK, ROPE, TILE, UNSPECIALIZED, make_plan, piece, record_piece, start_records
-from .softmax import bounds, clear_unseen, finish, hand_over, hide_unseen, publish, store, weights
+from .partials import store_words, words_of_fp8
+from .plan import (
+    RANK,
+    ROPE,
+    TILE,
+    UNSPECIALIZED,
+    ask_for,
+    ask_for_page,
+    first_slot_row,
+    last_worker,
+    make_plan,
+    piece,
+    record_piece,
+    start_records,
+)
+from .softmax import bounds, clear_unseen, hand_over, hide_unseen, publish, store, take, unknown_zero, weights
 
 BOX = gl.constexpr(128)  # columns of a TMA copy
+HALF = gl.constexpr(256)  # columns of a sum of products
 BUFFERS = gl.constexpr(2)  # of weights
 
 
@@ -92,7 +107,7 @@ def _copy(shared, PAGE: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def _weigh(shared, STAGES: gl.constexpr):
-    """The softmax partition: weights of each tile, then the peak and total of each piece."""
+    """The softmax partition: weights of each tile, then 1 / total and the LSE of each piece."""
     (
         latents, ropes, q_boxes, q_rope, weight_buffers, rescales, rescaled, state, full, empty, weighed, query_ready,
         query_read, finished, taken, plan, lens, first_row, rows, heads, q_len, window, causal, scale_log2,
@@ -105,7 +120,7 @@ def _weigh(shared, STAGES: gl.constexpr):
     keys = view(latents, gl.float8e4nv, [STAGES, TILE, RANK], SWIZZLED)
     values = view(latents, gl.int16, [STAGES, TILE, RANK // 2], gl.NVMMASharedLayout(128, 16, 2))
     rope_keys = view(ropes, gl.float8e4nv, [STAGES, TILE, ROPE], gl.NVMMASharedLayout(64, 8, 2))
-    q_latent = view(q_boxes, gl.float8e4nv, [TILE, RANK], SWIZZLED)
+    q_latents = view(q_boxes, gl.float8e4nv, [1, TILE, RANK], SWIZZLED)
     zeros = gl.full([TILE, TILE], 0.0, gl.float32, layout=SCORES)
     column = gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
     row = first_row + gl.arange(0, TILE, layout=gl.SliceLayout(1, SCORES))
@@ -120,14 +135,24 @@ def _weigh(shared, STAGES: gl.constexpr):
         mbarrier.wait(query_ready, pieces & 1)
         peak = gl.full([TILE], -float("inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
         total = gl.full([TILE], 0.0, gl.float32, layout=gl.SliceLayout(1, SCORES))
+        zero = unknown_zero(capacity)
+        q_index = zero
         for tile in range(first + begin_tile, first + end_tile):
             stage = step % STAGES
             buffer = step % BUFFERS
             first_key = tile * TILE
+            q_latent = q_latents.index(q_index)
+            q_index += zero
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-            scores = warpgroup_mma(q_latent, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            scores = warpgroup_mma(q_rope, rope_keys.index(stage).permute((1, 0)), scores, is_async=True)
-            scores = warpgroup_mma_wait(0, deps=(scores,))
+            # Two sums, for the FP8 units keep about 14 bits of one: the longer it is, the larger the error.
+            left = keys.index(stage).slice(0, HALF, dim=1).permute((1, 0))
+            right = keys.index(stage).slice(HALF, HALF, dim=1).permute((1, 0))
+            rope = rope_keys.index(stage).permute((1, 0))
+            scores = warpgroup_mma(q_latent.slice(0, HALF, dim=1), left, zeros, use_acc=False, is_async=True)
+            scores = warpgroup_mma(q_rope, rope, scores, is_async=True)
+            others = warpgroup_mma(q_latent.slice(HALF, HALF, dim=1), right, zeros, use_acc=False, is_async=True)
+            scores, others = warpgroup_mma_wait(0, deps=(scores, others))
+            scores = scores + others
             if (first_key + TILE > all_high) | (first_key < all_low):
                 scores = hide_unseen(scores, first_key + column, low, high)
                 if (first_key + TILE > length) | (first_key < any_low):
@@ -162,8 +187,9 @@ def _sum_values(
 ):  # fmt: skip
     """The default partition: the weighted sum of the values of each piece, and its store."""
     (
-        out, lse, partial, partial_lse, records, latents, weight_buffers, rescales, rescaled, state, empty, weighed,
-        finished, taken, plan, lens, row_tile, row_tiles, rows, batch, worker, workers, q_len, window, output_scale,
+        out, lse, wants_lse, partial, partial_lse, records, latents, weight_buffers, rescales, rescaled, state, empty,
+        weighed, finished, taken, plan, lens, row_tile, row_tiles, rows, batch, worker, workers, q_len, window,
+        output_scale,
     ) = shared  # fmt: skip
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, ROWS, 16])
     VALUES: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
@@ -171,12 +197,12 @@ def _sum_values(
     FOUR: gl.constexpr = gl.BlockedLayout([4], [32], [8], [0])
     SLICES: gl.constexpr = TILE // KEYS
     PAIRS: gl.constexpr = RANK // 2
+    EACH_ROW: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
     seq_lens, stride_lens, capacity = lens
     first_request, end_request, offset, quota = plan
     values = view(latents, gl.int16, [STAGES, TILE, RANK // 2], gl.NVMMASharedLayout(128, 16, 2))
     tile_row = gl.arange(0, ROWS, layout=PER_ROW)
-    row = row_tile * ROWS + tile_row
-    live = row < rows
+    lse_row = gl.arange(0, ROWS, layout=EACH_ROW)
     step = first_request * 0
     pieces = first_request * 0
     start_records(records, batch, workers, worker, row_tile)
@@ -187,13 +213,13 @@ def _sum_values(
         )
         even = gl.full([PAIRS, ROWS], 0.0, gl.float32, layout=SUMS)
         odd = gl.full([PAIRS, ROWS], 0.0, gl.float32, layout=SUMS)
-        for _ in range(begin_tile, end_tile):
+        mbarrier.wait(weighed.index(step % BUFFERS), (step // BUFFERS) & 1, pred=begin_tile < end_tile)
+        next_even, next_odd = _halves(values.index(step % STAGES).slice(0, KEYS, dim=0).permute((1, 0)).load(VALUES))
+        for tile in range(begin_tile, end_tile):
             stage = step % STAGES
             buffer = step % BUFFERS
             latent = values.index(stage)
-            mbarrier.wait(weighed.index(buffer), (step // BUFFERS) & 1)
             least = rescaled.index(buffer).load(FOUR)
-            next_even, next_odd = _halves(latent.slice(0, KEYS, dim=0).permute((1, 0)).load(VALUES))
             if gl.min(least, axis=0) < 1.0:
                 rescale = rescales.index(buffer).slice(0, ROWS).load(PER_ROW)
                 even = even * rescale[None, :]
@@ -212,44 +238,52 @@ def _sum_values(
                 if k + 1 < SLICES:
                     pairs = latent.slice((k + 1) * KEYS, KEYS, dim=0).permute((1, 0)).load(VALUES)
                     next_even, next_odd = _halves(pairs)
+                else:
+                    # Of the next tile, if there is one.
+                    later = step + 1
+                    mbarrier.wait(weighed.index(later % BUFFERS), (later // BUFFERS) & 1, pred=tile + 1 < end_tile)
+                    pairs = values.index(later % STAGES).slice(0, KEYS, dim=0).permute((1, 0)).load(VALUES)
+                    next_even, next_odd = _halves(pairs)
             even, odd, last_even, last_odd = warpgroup_mma_wait(0, deps=(even, odd, last_even, last_odd))
             mbarrier.arrive(empty.index(stage), count=1)
             step += 1
-        norm, row_lse = finish(state, finished, taken, pieces, ROWS, PER_ROW)
-        last = record_piece(records, batch, workers, request, worker, begin_tile, units, offset, quota, row_tile)
+        norm, row_lse = take(state, finished, taken, pieces, ROWS, PER_ROW, EACH_ROW)
+        record_piece(records, batch, workers, request, worker, begin_tile, units, offset, quota, row_tile)
         pieces += 1
         flat_row = request.to(gl.int64) * rows + row_tile * ROWS
-        if (begin_tile == 0) & (last == worker):
+        live_rows = gl.minimum(rows - row_tile * ROWS, ROWS)
+        if (begin_tile == 0) & (last_worker(worker, units, offset, quota) == worker):
+            if wants_lse != 0:
+                gl.store(lse + flat_row + lse_row, row_lse * LN_2, mask=lse_row < live_rows)
             norm = norm * output_scale
             halves = gl.inline_asm_elementwise(
                 "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even * norm[None, :], odd * norm[None, :]],
                 dtype=gl.int32, is_pure=True, pack=1,
             )  # fmt: skip
             halves = gl.convert_layout(halves, TWO_PAIRS)
-            _store_pairs(out + flat_row * (RANK // 2), halves, rows - row_tile * ROWS, FOUR_PAIRS, FULL)
-            if lse is not None:
-                gl.store(lse + flat_row + tile_row, row_lse * LN_2, mask=live)
+            _store_pairs(out + flat_row * (RANK // 2), halves, live_rows, FOUR_PAIRS, FULL)
         else:
-            slot = 2 * worker + gl.where(begin_tile == 0, 1, 0)
-            slot_row = (slot * row_tiles + row_tile) * ROWS
-            floats = gl.inline_asm_elementwise(
-                "mov.b64 $0, {$1, $2};", "=l,f,f", [even * norm[None, :], odd * norm[None, :]],
-                dtype=gl.int64, is_pure=True, pack=1,
+            slot_row = first_slot_row(worker, begin_tile, row_tile, row_tiles, ROWS)
+            gl.store(partial_lse + slot_row + lse_row, row_lse, mask=lse_row < live_rows)
+            words = gl.inline_asm_elementwise(
+                "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even * norm[None, :], odd * norm[None, :]],
+                dtype=gl.int32, is_pure=True, pack=1,
             )  # fmt: skip
-            _store_pairs(partial + slot_row * (RANK // 2), floats, rows - row_tile * ROWS, TWO_PAIRS, FULL)
-            gl.store(partial_lse + slot_row + tile_row, row_lse, mask=live)
+            index = words_of_fp8(gl.arange(0, PAIRS, layout=gl.SliceLayout(1, SUMS)), tile_row)
+            everywhere = gl.full([PAIRS, ROWS], 1, gl.int32, layout=SUMS)
+            store_words(partial + slot_row * PAIRS, index, words, everywhere, SUMS)
         offset -= units
         request += 1
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
 def decode_fp8_kernel(
-    latent_boxes, rope_boxes, query_boxes, query_rope_boxes, block_tables, seq_lens, out, lse, partial, partial_lse,
-    records, scale_log2, output_scale, batch, q_len, heads, page_rows, capacity, window, causal, stride_table,
-    stride_lens, ROWS: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, KEYS: gl.constexpr, FULL: gl.constexpr,
-    WEIGH_REGISTERS: gl.constexpr, TWO_PAIRS: gl.constexpr, FOUR_PAIRS: gl.constexpr,
+    latent_boxes, rope_boxes, query_boxes, query_rope_boxes, block_tables, seq_lens, out, lse, wants_lse, partial,
+    partial_lse, records, scale_log2, output_scale, batch, q_len, heads, page_rows, capacity, window, causal,
+    stride_table, stride_lens, ROWS: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, KEYS: gl.constexpr,
+    FULL: gl.constexpr, WEIGH_REGISTERS: gl.constexpr, TWO_PAIRS: gl.constexpr, FOUR_PAIRS: gl.constexpr,
 ):  # fmt: skip
-    """`out` and `partial` are viewed in pairs of columns: int32 of bf16, int64 of fp32.
+    """`out` and `partial` are int32: pairs of columns in bf16 and in fp16.
 
     The grid is (row tiles, workers). The boxes are of the cache and of the query, each as [rows, 576].
     """
@@ -260,7 +294,7 @@ def decode_fp8_kernel(
     row_tiles = gl.num_programs(0)
     workers = gl.num_programs(1)
     rows = q_len * heads
-    plan = make_plan(worker, workers, seq_lens, stride_lens, batch, capacity, q_len, window, 8)
+    ask_for(seq_lens)
 
     latents = gl.allocate_shared_memory(
         gl.float8e4nv, [STAGES * (RANK // BOX) * PARTS, TILE // PARTS, BOX], latent_boxes.layout
@@ -287,11 +321,14 @@ def decode_fp8_kernel(
     query_read = once.index(1)
     finished = once.index(2)
     taken = once.index(3)
+    plan = make_plan(worker, workers, seq_lens, stride_lens, batch, capacity, q_len, window, 8)
+    ask_for_page(plan, block_tables, stride_table, batch, capacity, PAGE)
     barrier()
     lens = (seq_lens, stride_lens, capacity)
     sums = (
-        out, lse, partial, partial_lse, records, latents, weight_buffers, rescales, rescaled, state, empty, weighed,
-        finished, taken, plan, lens, row_tile, row_tiles, rows, batch, worker, workers, q_len, window, output_scale,
+        out, lse, wants_lse, partial, partial_lse, records, latents, weight_buffers, rescales, rescaled, state, empty,
+        weighed, finished, taken, plan, lens, row_tile, row_tiles, rows, batch, worker, workers, q_len, window,
+        output_scale,
     )  # fmt: skip
     weigh = (
         latents, ropes, q_latent, q_rope, weight_buffers, rescales, rescaled, state, full, empty, weighed, query_ready,

@@ -24,8 +24,8 @@ MIN_TILES = gl.constexpr(2)  # a smaller piece costs more in the combine than it
 UNLIMITED = gl.constexpr(1 << 30)
 # Arguments of the decode kernels whose values and alignment do not choose what is compiled.
 UNSPECIALIZED = [
-    "block_tables", "seq_lens", "lse", "partial_lse", "records", "scale_log2", "output_scale", "batch", "q_len",
-    "heads", "page_rows", "capacity", "window", "causal", "stride_table", "stride_lens",
+    "block_tables", "seq_lens", "lse", "wants_lse", "partial_lse", "records", "scale_log2", "output_scale", "batch",
+    "q_len", "heads", "page_rows", "capacity", "window", "causal", "stride_table", "stride_lens",
 ]  # fmt: skip
 
 
@@ -34,6 +34,14 @@ def key_tiles(length, q_len, window):
     """(first, end) tile that some row of a request of `length` keys sees."""
     low = gl.where(window >= 0, gl.maximum(length - q_len - window, 0), 0)
     return low // TILE, (length + TILE - 1) // TILE
+
+
+@gluon.jit
+def ask_for(pointer):
+    """Of memory: to be in L2 soon."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointer], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -109,6 +117,14 @@ def make_plan(worker, workers, seq_lens, stride, batch, capacity, q_len, window,
 
 
 @gluon.jit
+def ask_for_page(plan, block_tables, stride, batch, capacity, PAGE: gl.constexpr):
+    """For the id of a worker's first page, if it has one and no window hides it."""
+    if (plan[0] < batch) & (capacity > 0):
+        page = gl.minimum(plan[2] * TILE, capacity - 1) // PAGE
+        ask_for(block_tables + plan[0].to(gl.int64) * stride + page)
+
+
+@gluon.jit
 def piece(request, offset, quota, seq_lens, stride, capacity, q_len, window):
     """The part in one request of a worker's range, which begins `offset` tiles after the request, or before it if < 0.
 
@@ -127,6 +143,19 @@ def piece(request, offset, quota, seq_lens, stride, capacity, q_len, window):
 
 
 @gluon.jit
+def last_worker(worker, units, offset, quota):
+    """The last of the workers that hold the request of this worker's piece."""
+    return worker + (units - 1 - offset) // quota
+
+
+@gluon.jit
+def first_slot_row(worker, begin_tile, row_tile, row_tiles, ROWS: gl.constexpr):
+    """Of the scratch that the piece of a worker and a row tile has."""
+    slot = 2 * worker + gl.where(begin_tile == 0, 1, 0)
+    return (slot * row_tiles + row_tile) * ROWS
+
+
+@gluon.jit
 def start_records(records, batch, workers, worker, row_tile):
     """A worker has a record of its own where there are more requests; until it splits one, of no request."""
     if (batch > workers) & (row_tile == 0):
@@ -135,14 +164,13 @@ def start_records(records, batch, workers, worker, row_tile):
 
 @gluon.jit
 def record_piece(records, batch, workers, request, worker, begin_tile, units, offset, quota, row_tile):
-    """Tell combine.py which workers hold a request, once, by the one with its first piece -> the last of them."""
-    last = worker + (units - 1 - offset) // quota
+    """Tell combine.py which workers hold a request, once, by the one with its first piece."""
     if (begin_tile == 0) & (row_tile == 0):
+        last = last_worker(worker, units, offset, quota)
         if batch <= workers:
             _record(records, request, request, worker, last)
         elif last > worker:
             _record(records, worker, request, worker, last)
-    return last
 
 
 @gluon.jit

@@ -16,6 +16,16 @@ LAZY = gl.constexpr(8.0)
 
 
 @gluon.jit
+def unknown_zero(capacity):
+    """0, though no compiler can know.
+
+    The query is addressed by an index that grows by it at each tile. Else the descriptors of the query's parts, two
+    registers each, are kept over the loop, and the softmax spills.
+    """
+    return capacity >> 31
+
+
+@gluon.jit
 def visible(row, heads, length, q_len, window, causal):
     """Keys [low, high) that query row `row`, of q_len x heads, sees of a request of `length` keys."""
     position = gl.minimum(row // heads, q_len - 1)
@@ -74,22 +84,27 @@ def publish(rescale, rescales, rescaled, weighed):
 
 @gluon.jit
 def hand_over(peak, total, state, finished, taken, pieces):
-    """Give the peaks and totals of a piece to `finish`, once it has taken those of the piece before."""
+    """Give 1 / total and the LSE in base 2 of a piece's rows to `take`, once it has taken those of the piece before.
+
+    Rows that saw no key: 0 and -inf.
+    """
+    empty = total == 0.0
+    norm = gl.where(empty, 0.0, 1.0 / total)
+    row_lse = gl.where(empty, -float("inf"), peak + gl.log2(total))
     mbarrier.wait(taken, (pieces & 1) ^ 1)
-    state.index(0).store(peak)
-    state.index(1).store(total)
+    state.index(0).store(norm)
+    state.index(1).store(row_lse)
     mbarrier.arrive(finished, count=1)
 
 
 @gluon.jit
-def finish(state, finished, taken, pieces, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Take peaks and totals of a piece from the softmax partition -> (1 / total, LSE in base 2); empty rows 0, -inf."""
+def take(state, finished, taken, pieces, ROWS: gl.constexpr, PER_ROW: gl.constexpr, EACH_ROW: gl.constexpr):
+    """(1 / total, LSE in base 2) of a piece, the LSE in a layout that has each row once."""
     mbarrier.wait(finished, pieces & 1)
-    peak = state.index(0).slice(0, ROWS).load(LAYOUT)
-    total = state.index(1).slice(0, ROWS).load(LAYOUT)
+    norm = state.index(0).slice(0, ROWS).load(PER_ROW)
+    row_lse = state.index(1).slice(0, ROWS).load(EACH_ROW)
     mbarrier.arrive(taken, count=1)
-    empty = total == 0.0
-    return gl.where(empty, 0.0, 1.0 / total), gl.where(empty, -float("inf"), peak + gl.log2(total))
+    return norm, row_lse
 
 
 @gluon.jit

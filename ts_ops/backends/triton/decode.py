@@ -307,16 +307,25 @@ def num_splits(problem: Decode, tiles: int, block_m: int, block_n: int) -> int:
     return max(1, min(programs // tiles, useful, bound, MAX_SPLITS))
 
 
+def _no_fp8_wgmma(fp8: bool, capability: tuple[int, int] | None) -> dict:
+    """Of the general variant: scores in FP16, which holds e4m3 exactly.
+
+    ptxas 12.8, of Triton 3.6 and 3.7, computes wgmma descriptors of FP8 tiles from registers that it never writes,
+    where latents and rope are loaded byte by byte (RANK_PAD 128 and up, ROPE_PAD 64): results are garbage.
+    """
+    return {"QK_DTYPE": tl.float16} if fp8 and capability == (9, 0) else {}
+
+
 def mla_decode(problem: Decode, out: Tensor, lse: Tensor | None = None) -> None:
     query, kv_cache = problem.query, problem.kv_cache
     rows = problem.q_len * problem.heads
     rank, rope = problem.kv_lora_rank, problem.head_dim - problem.kv_lora_rank
     rank_pad = max(MIN_DOT_K, triton.next_power_of_2(rank))
     rope_pad = max(MIN_DOT_K, triton.next_power_of_2(rope))
+    capability = target_capability(problem.device)
     block_m, block_n, warps, stages = tile_config(
-        rows, problem.page_size, rank_pad + (rope_pad if rope else 0), query.dtype, kv_cache.dtype,
-        target_capability(problem.device),
-    )  # fmt: skip
+        rows, problem.page_size, rank_pad + (rope_pad if rope else 0), query.dtype, kv_cache.dtype, capability
+    )
     row_tiles = triton.cdiv(rows, block_m)
     splits = num_splits(problem, problem.batch * row_tiles, block_m, block_n)
     partial, partial_lse = out, lse
@@ -352,7 +361,8 @@ def mla_decode(problem: Decode, out: Tensor, lse: Tensor | None = None) -> None:
             # A second loop pays where memory is the bound; the registers of a large tile do not stretch to it.
             PEEL=block_m < 64,
             num_warps=warps, num_stages=stages, **OPTIONS,
-            aligned_if=usual, general={"BLOCK_N": min(block_n, GENERAL_BLOCK_N), "num_warps": 8},
+            aligned_if=usual,
+            general={"BLOCK_N": min(block_n, GENERAL_BLOCK_N), "num_warps": 8} | _no_fp8_wgmma(fp8, capability),
         )  # fmt: skip
         if splits > 1:
             combine_splits(partial, partial_lse, out, lse, splits, problem.output_scale)

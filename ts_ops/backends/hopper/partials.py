@@ -1,0 +1,73 @@
+"""Partial results in scratch: where they lie, and their store.
+
+They lie as the accumulators lie in registers, so that a thread stores 16 bytes at a time and exchanges nothing first.
+Rows come in pairs, [pair of rows, 2 * words a row] for the rows of a block, and four words next to each other are of
+one thread. Bits of a word's index, from the lowest:
+
+- BF16 and FP16: words are fp32. Bit 0 of the column, which row, bits 1 to 8 of the column. Of 16 rows, r and r + 8 are
+  a pair.
+- FP8: words are two columns in fp16, which holds any mean of e4m3 values. Which row, bit 3 of the pair of columns, its
+  bits 0 to 2, its bits 4 to 7. Rows 2r and 2r + 1 are a pair.
+"""
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .plan import RANK
+
+
+@gluon.jit
+def words_of_16bit(row, column):
+    """Index of the words [rows, columns] in a block."""
+    in_row = (row // 16 * 8 + row % 8) * (2 * RANK) + row // 8 % 2 * 2
+    return in_row[:, None] + (column % 2 + column // 2 * 4)[None, :]
+
+
+@gluon.jit
+def words_of_fp8(pair, row):
+    """Index of the words [pairs of columns, rows] in a block."""
+    in_row = pair // 8 % 2 * 2 + pair % 8 * 4 + pair // 16 * 32
+    return in_row[:, None] + (row // 2 * RANK + row % 2)[None, :]
+
+
+@gluon.jit
+def store_words(block, index, words, live, LAYOUT: gl.constexpr):
+    """32-bit `words` to `block` at `index`, which counts up over every four registers of a thread, where `live`."""
+    shape: gl.constexpr = words.shape
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred live; .reg .b64 to;
+        setp.ne.b32 live, $16, 0;
+        mad.wide.s32 to, $12, 4, $8;
+        @live st.global.v4.b32 [to], {$4, $5, $6, $7};
+        }""",
+        "=r,=r,=r,=r,r,r,r,r,l,l,l,l,r,r,r,r,r,r,r,r",
+        [words, gl.full(shape, block.to(gl.int64), gl.int64, layout=LAYOUT), index, live],
+        dtype=gl.int32, is_pure=False, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def rows_of_pair(pair, PAIRED: tl.constexpr):
+    """The two rows of a block whose words are in `pair`; PAIRED: of FP8."""
+    if PAIRED:
+        first = pair * 2
+        second = first + 1
+    else:
+        first = pair // 8 * 16 + pair % 8
+        second = first + 8
+    return first, second
+
+
+@triton.jit
+def place_of_word(word, PAIRED: tl.constexpr):
+    """(is it the second row's, column or pair of columns) of a word of a pair of rows."""
+    if PAIRED:
+        second = word % 2
+        column = word // 4 % 8 + word // 2 % 2 * 8 + word // 32 * 16
+    else:
+        second = word // 2 % 2
+        column = word % 2 + word // 4 * 2
+    return second != 0, column
