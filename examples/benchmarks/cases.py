@@ -310,8 +310,8 @@ PRESETS: dict[str, list[Case]] = {
     ],
     "headline": [
         Decode(64, 8192, 128), Decode(64, 8192, 64), Decode(64, 8192, 16), Decode(64, 8192, 128, q_len=2),
-        Decode(1, 65536, 128), Decode(4, 8192, 128), ragged(128), Prefill(1, 8192), Prefill(1, 8192, causal=False),
-        Merge(8192), CacheWrite(8192), CacheGather(8, 8192), Pack(8192),
+        Decode(1, 4096, 128), Decode(1, 65536, 128), Decode(4, 8192, 128), ragged(128), Prefill(1, 8192),
+        Prefill(1, 8192, causal=False), Merge(8192), CacheWrite(8192), CacheGather(8, 8192), Pack(8192),
     ],
     "full": [
         *(Decode(batch, length, 128, q_len) for q_len in (1, 2) for batch in (64, 128) for length in (8192, 4096)),
