@@ -145,6 +145,8 @@ def _weigh(shared, BUFFERS: gl.constexpr):
             scores = warpgroup_mma(q_two_boxes, keys, scores, is_async=True)
             scores = warpgroup_mma(q_rope_box, rope_keys.index(stage).permute((1, 0)), scores, is_async=True)
             scores = warpgroup_mma_wait(0, deps=(scores,))
+            if tile + 1 == first + end_tile:
+                mbarrier.arrive(query_read, count=1)
             if (first_key + TILE > all_high) | (first_key < all_low):
                 scores = hide_unseen(scores, first_key + column, low, high)
                 if (first_key + TILE > length) | (first_key < any_low):
@@ -156,7 +158,8 @@ def _weigh(shared, BUFFERS: gl.constexpr):
             weight_buffers.index(buffer).store(weight.to(dtype))
             publish(rescale, rescales.index(buffer), rescaled.index(buffer), weighed.index(buffer))
             step += 1
-        mbarrier.arrive(query_read, count=1)
+        if begin_tile >= end_tile:
+            mbarrier.arrive(query_read, count=1)
         hand_over(peak, total, state, finished, taken, pieces)
         offset -= units
         request += 1

@@ -153,6 +153,8 @@ def _weigh(shared, STAGES: gl.constexpr):
             others = warpgroup_mma(q_latent.slice(HALF, HALF, dim=1), right, zeros, use_acc=False, is_async=True)
             scores, others = warpgroup_mma_wait(0, deps=(scores, others))
             scores = scores + others
+            if tile + 1 == first + end_tile:
+                mbarrier.arrive(query_read, count=1)
             if (first_key + TILE > all_high) | (first_key < all_low):
                 scores = hide_unseen(scores, first_key + column, low, high)
                 if (first_key + TILE > length) | (first_key < any_low):
@@ -164,7 +166,8 @@ def _weigh(shared, STAGES: gl.constexpr):
             weight_buffers.index(buffer).store(weight.to(gl.float16))
             publish(rescale, rescales.index(buffer), rescaled.index(buffer), weighed.index(buffer))
             step += 1
-        mbarrier.arrive(query_read, count=1)
+        if begin_tile >= end_tile:
+            mbarrier.arrive(query_read, count=1)
         hand_over(peak, total, state, finished, taken, pieces)
         offset -= units
         request += 1
