@@ -22,8 +22,8 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3, FP8
 # An LSE is as exact as its scores, sums in fp32 but for Hopper's FP8 units: each of three instructions (80 dims) drops
 # what is below 2^-13 of its largest addend, which is up to 60 here, and the scale is 0.145: 3.2e-3 in all.
 LSE_TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-4, torch.bfloat16: 1e-4, FP8: 3.5e-3}
-# Hopper's own kernel sums 576 dims, in two sums of 10 and 8 instructions, each up to 106, under a scale of 0.054: 12e-3,
-# and weights that are off by as much; half of it in a sum over keys, of errors of either sign.
+# Hopper's own kernel sums 576 dims, in two sums of 10 and 8 instructions, each up to 106, under a scale of 0.054:
+# 12e-3, and weights that are off by as much; half of it in a sum over keys, of errors of either sign.
 LONG_SUM_LSE_TOLERANCE, LONG_SUM_TOLERANCE = 12e-3, 6e-3
 # TokenSpeed's FP8 kernel rounds the softmax weights to e4m3, by up to 2^-4 each and 2.6 % in the mean square.
 E4M3_WEIGHTS_TOLERANCE = 4e-2

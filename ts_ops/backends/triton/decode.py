@@ -36,6 +36,7 @@ MIN_TILES = 2  # a split of fewer key tiles costs more in the combine than it sa
 MAX_SPLITS = 128
 MAX_RANK, MAX_ROPE = 512, 128
 MIN_DOT_K = 32  # the least reduction length of an FP8 product
+ALIGNMENT = 16  # bytes, of a row's rope columns if FP8 tensor cores are to read them
 TRITON_DTYPES = {
     torch.float8_e4m3fn: tl.float8e4nv,
     torch.bfloat16: tl.bfloat16,
@@ -310,8 +311,9 @@ def num_splits(problem: Decode, tiles: int, block_m: int, block_n: int) -> int:
 def _no_fp8_wgmma(fp8: bool, capability: tuple[int, int] | None) -> dict:
     """Of the general variant: scores in FP16, which holds e4m3 exactly.
 
-    ptxas 12.8, of Triton 3.6 and 3.7, computes wgmma descriptors of FP8 tiles from registers that it never writes,
-    where latents and rope are loaded byte by byte (RANK_PAD 128 and up, ROPE_PAD 64): results are garbage.
+    Where rope, or all of a row, is loaded byte by byte, FP8 wgmma gives garbage under Triton 3.6 (seen with RANK_PAD
+    128 and up, ROPE_PAD 64). In some of these kernels ptxas 12.8 reads wgmma descriptors from registers that it never
+    writes.
     """
     return {"QK_DTYPE": tl.float16} if fp8 and capability == (9, 0) else {}
 
@@ -342,6 +344,7 @@ def mla_decode(problem: Decode, out: Tensor, lse: Tensor | None = None) -> None:
         scale_log2 >= SMALLEST_NORMAL
         and (table_strides[1] == 1 or problem.max_pages <= 1)
         and problem.page_size * token_stride < 2**31
+        and (not fp8 or rank % ALIGNMENT == 0)
     )
     with on_device(problem.device):
         _decode_kernel.launch(
