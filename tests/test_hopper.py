@@ -20,7 +20,7 @@ import ts_ops  # noqa: E402
 from conftest import HOPPER  # noqa: E402
 from cross_compile import MAX_SHARED, compiled_by  # noqa: E402
 from ts_ops.backends import hopper  # noqa: E402
-from ts_ops.backends.hopper import decode  # noqa: E402
+from ts_ops.backends.hopper import decode, partials  # noqa: E402
 from ts_ops.workspace import HOPPER_BYTES_PER_SM  # noqa: E402
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -188,6 +188,26 @@ def test_scratch_is_within_the_bound():
                         assert used <= HOPPER_BYTES_PER_SM * sms
                         most = max(most, used / (HOPPER_BYTES_PER_SM * sms))
     assert most > 0.99
+
+
+@pytest.mark.parametrize("paired", [False, True], ids=["16-bit", "fp8"])
+def test_partial_results_are_looked_for_where_they_are_stored(paired, monkeypatch):
+    """What decode stores of a row and a column, combine takes for theirs; four words a thread are neighbours."""
+    monkeypatch.setattr(partials, "RANK", 512)
+    rows, columns = torch.arange(64), torch.arange(256 if paired else 512)
+    if paired:
+        words = partials.words_of_fp8.fn(columns, rows).T
+        four = words[0::2, :].unflatten(1, (-1, 2, 8))[:, :, 0], words[1::2, :].unflatten(1, (-1, 2, 8))[:, :, 0]
+    else:
+        words = partials.words_of_16bit.fn(rows, columns)
+        four = words.unflatten(0, (-1, 2, 8))[:, 0, :, 0::2], words.unflatten(0, (-1, 2, 8))[:, 0, :, 1::2]
+    assert (four[0] % 4 == 0).all() and torch.equal(four[1], four[0] + 1)
+
+    pairs = torch.arange(32)
+    first, second = partials.rows_of_pair.fn(pairs, paired)
+    is_second, column = partials.place_of_word.fn(torch.arange(2 * len(columns)), paired)
+    row = torch.where(is_second[None, :], second[:, None], first[:, None])
+    assert torch.equal(words[row, column.expand_as(row)].flatten(), torch.arange(words.numel()))
 
 
 @pytest.mark.gpu
