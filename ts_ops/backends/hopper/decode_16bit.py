@@ -95,7 +95,6 @@ def _weigh(shared, BUFFERS: gl.constexpr):
         query_read, finished, taken, plan, lens, first_row, rows, heads, q_len, window, causal, scale_log2,
     ) = shared  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
-    QUERY: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     VALUES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     dtype: gl.constexpr = latents.dtype
@@ -116,10 +115,6 @@ def _weigh(shared, BUFFERS: gl.constexpr):
         )
         low, high, any_low, all_low, all_high = bounds(row, first_row, rows, heads, length, q_len, window, causal)
         mbarrier.wait(query_ready, pieces & 1)
-        # As much of the query as fits stays in registers: that much less of shared memory is read for each tile.
-        q_box = q_latents.index(0).slice(HALF + BOX, BOX, dim=1).load(QUERY)
-        q_two_boxes = q_latents.index(0).slice(HALF + 2 * BOX, 2 * BOX, dim=1).load(QUERY)
-        q_rope_box = q_rope.load(QUERY)
         peak = gl.full([TILE], -float("inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
         total = gl.full([TILE], 0.0, gl.float32, layout=gl.SliceLayout(1, SCORES))
         zero = unknown_zero(capacity)
@@ -138,12 +133,8 @@ def _weigh(shared, BUFFERS: gl.constexpr):
                 q_latent.slice(0, HALF, dim=1), left.permute((1, 0)), zeros, use_acc=False, is_async=True
             )
             mbarrier.wait(full.index(stage * 2 + 1), phase)
-            keys = right.slice(0, BOX, dim=1).permute((1, 0))
-            scores = warpgroup_mma(q_latent.slice(HALF, BOX, dim=1), keys, scores, is_async=True)
-            scores = warpgroup_mma(q_box, right.slice(BOX, BOX, dim=1).permute((1, 0)), scores, is_async=True)
-            keys = right.slice(2 * BOX, 2 * BOX, dim=1).permute((1, 0))
-            scores = warpgroup_mma(q_two_boxes, keys, scores, is_async=True)
-            scores = warpgroup_mma(q_rope_box, rope_keys.index(stage).permute((1, 0)), scores, is_async=True)
+            scores = warpgroup_mma(q_latent.slice(HALF, HALF, dim=1), right.permute((1, 0)), scores, is_async=True)
+            scores = warpgroup_mma(q_rope, rope_keys.index(stage).permute((1, 0)), scores, is_async=True)
             scores = warpgroup_mma_wait(0, deps=(scores,))
             if tile + 1 == first + end_tile:
                 mbarrier.arrive(query_read, count=1)
