@@ -114,6 +114,15 @@ def test_generation_benchmark_names_what_it_did_not_measure(benchmark, capsys, m
     assert capsys.readouterr().out.split("without a figure:")[1].count("not run\n") == 15
 
 
+def test_generation_benchmark_of_some_paths(benchmark, capsys, one_thread):
+    few = [*TINY.split(), "--prompt-tokens", "0", "--contexts", "40", "--batch-sizes", "1"]
+    assert benchmark.main([*few, "--paths", "transformers", "ours bf16"]) == 0
+    printed = capsys.readouterr().out
+    assert "ours fp8" not in printed and len(printed.splitlines()[-1].split()) == 9  # case, two times and rates, ratio
+    assert benchmark.main([*few, "--paths", "transformers"]) == 0
+    assert len(capsys.readouterr().out.splitlines()[-1].split()) == 6
+
+
 def test_generation_benchmark_shares_weights(benchmark):
     bench = benchmark.Bench(benchmark.parse_arguments(TINY.split()))
     theirs = {weight.data_ptr() for weight in bench.peer.parameters()}
@@ -124,6 +133,7 @@ def test_generation_benchmark_shares_weights(benchmark):
 @pytest.mark.parametrize("arguments, message", [
     ("--shape small", "invalid choice: 'small'"),
     ("--batch-sizes 8 0", "--batch-sizes must be at least 1, got [8, 0]"),
+    ("--paths theirs", "invalid choice: 'theirs'"),
     ("--steps 0", "--steps must be at least 1, got 0"),
     ("--contexts 163840", "within 0 and 163840 positions"),
     ("--prompt-tokens -1", "within 0 and 163840 positions"),

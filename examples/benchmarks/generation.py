@@ -1,7 +1,8 @@
 """Time whole-model generation against Hugging Face transformers: the same weights, on one GPU, in one process.
 
     python examples/benchmarks/generation.py [--shape v2-lite] [--batch-sizes 64 8 1] [--contexts 8192 1024 32768]
-        [--prompt-tokens 32768] [--chunk-tokens 8192 2048] [--steps 20] [--time-limit SECONDS] [--csv FILE]
+        [--paths 'ours bf16' 'ours fp8' transformers] [--prompt-tokens 32768] [--chunk-tokens 8192 2048] [--steps 20]
+        [--time-limit SECONDS] [--csv FILE]
 
 Weights are random bf16, made by transformers; our model holds the same storage. Before anything is timed, both prefill
 a short batch and decode a token of it, and their logits must agree.
@@ -57,6 +58,7 @@ DTYPE, THEIRS = torch.bfloat16, "transformers"
 # |ours - theirs| / |theirs| of logits; 1.4 if they are unrelated. Rounding may turn near ties of experts. On a CPU, 27
 # layers as V2-Lite's but 768 wide give 0.01 after a prefill, 0.04 over random latents and 0.11 over those in FP8.
 CHECK_BOUND, BOUNDS = 0.05, {"ours bf16": 0.1, "ours fp8": 0.25}
+PATHS = [*BOUNDS, THEIRS]
 # What transformers calls its cache: the second up to 5.20, the first since.
 PARAMETERS = inspect.signature(transformers.DeepseekV2Model.forward).parameters
 CACHE = "cache" if "cache" in PARAMETERS else "past_key_values"
@@ -305,7 +307,7 @@ def check(bench: Bench) -> None:
 
 
 def print_tables(bench: Bench) -> None:
-    options, paths = bench.options, (*BOUNDS, THEIRS)
+    options, paths = bench.options, bench.options.paths
     decoded = {(row.path, row.batch, row.context): row for row in bench.rows if row.kind == "decode"}
     prefilled = [row for row in bench.rows if row.kind == "prefill"]
     head = "".join(f"{f'{path}, ms':>18}{'tokens/s':>9}" for path in paths)
@@ -314,7 +316,7 @@ def print_tables(bench: Bench) -> None:
         for context in options.contexts:
             rows = [decoded[path, batch, context] for path in paths]
             ours, theirs = rows[0].milliseconds, rows[-1].milliseconds
-            ratio = f"{theirs / ours:15.2f}" if ours and theirs else ""
+            ratio = f"{theirs / ours:15.2f}" if ours and theirs and paths[0] != THEIRS == paths[-1] else ""
             print(f"{f'B {batch}, S {context}':18}" + "".join(map(cells, rows)) + ratio)
     if prefilled:
         print(f"\n{f'prefill {options.prompt_tokens}':18}{'ms':>18}{'tokens/s':>9}{'peak GiB':>10}")
@@ -335,6 +337,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="v2-lite")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[64, 8, 1])
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 1024, 32768], help="tokens in the cache")
+    parser.add_argument("--paths", nargs="+", choices=PATHS, default=PATHS, help="that decode; default: all")
     parser.add_argument("--prompt-tokens", type=int, default=32768, help="of the prefill; 0: none is measured")
     parser.add_argument("--chunk-tokens", type=int, nargs="+", default=[8192, 2048], help="pieces of a chunked prefill")
     parser.add_argument("--steps", type=int, default=20, help="timed decode steps of a case")
@@ -352,6 +355,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs an NVIDIA GPU; --device cpu is for trying the script")
     options.compile = options.device == "cuda" if options.compile is None else options.compile
+    options.paths = [path for path in PATHS if path in options.paths]
     return options
 
 
@@ -366,15 +370,17 @@ def main(argv: list[str] | None = None) -> int:
     )
     check(bench)
     first, *others = options.contexts
+    ours, theirs = [path for path in options.paths if path != THEIRS], THEIRS in options.paths
     for index, batch in enumerate(options.batch_sizes):
-        for path in BOUNDS:
+        for path in ours:
             bench.run("decode", path, batch, sorted(options.contexts, reverse=True), decode_ours)
-        bench.run("decode", THEIRS, batch, [first], decode_theirs)
+        if theirs:
+            bench.run("decode", THEIRS, batch, [first], decode_theirs)
         if index == 0 and options.prompt_tokens:
             for path in ("ours", *(f"{PIECES}{size}" for size in options.chunk_tokens), THEIRS):
                 bench.run("prefill", path, 1, [options.prompt_tokens], prefill_once)
     for batch in options.batch_sizes:
-        for context in others:
+        for context in others if theirs else ():
             bench.run("decode", THEIRS, batch, [context], decode_theirs)
     print_tables(bench)
     compared = [row for row in bench.rows if row.difference is not None]
