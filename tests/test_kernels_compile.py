@@ -156,7 +156,7 @@ GENERAL_SPILLS = {
     ("decode-H16-bf16", 90): 0,
     ("decode-H128-bf16", 90): 720,
     ("decode-H128-bf16", 80): 328,
-    ("decode-H128-fp8", 90): 528,
+    ("decode-H128-fp8", 90): 568,
     ("prefill-bf16", 90): 688,
     ("prefill-bf16", 86): 800,
     ("prefill-fp8", 90): 544,
