@@ -60,7 +60,8 @@ def combine_kernel(
         begin = tl.program_id(0) // PARTS * PER_PROGRAM
         for pair in range(begin, tl.minimum(begin + PER_PROGRAM, row_tiles * (ROWS // 2))):
             row_tile = pair // (ROWS // 2)
-            first, second = rows_of_pair(pair % (ROWS // 2), PAIRED)
+            in_tile = pair % (ROWS // 2)
+            first, second = rows_of_pair(in_tile, PAIRED)
             first_row = row_tile * ROWS + first
             second_row = row_tile * ROWS + second
             first_peak = tl.full([], float("-inf"), tl.float32)
@@ -75,7 +76,7 @@ def combine_kernel(
                 # The first piece is in slot 1 of its worker, the others in slot 0 of theirs.
                 slot = 2 * (first_piece + piece) + tl.where(piece == 0, 1, 0)
                 block_row = (slot * row_tiles + row_tile) * ROWS
-                words = block_row * WORDS + (pair % (ROWS // 2)) * (2 * WORDS)
+                words = block_row * WORDS + in_tile * (2 * WORDS)
                 values = tl.load(partial + words[:, None] + word[None, :], there[:, None], 0)
                 lses = tl.load(partial_lse + block_row + first, there & (first_row < rows), float("-inf"))
                 second_lses = tl.load(partial_lse + block_row + second, there & (second_row < rows), float("-inf"))

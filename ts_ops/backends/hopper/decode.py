@@ -82,13 +82,15 @@ def combine_grid(block_rows: int, row_tiles: int, records: int, workers: int, wo
     pairs = row_tiles * block_rows // 2
     # As many pieces of a request at once as an even plan makes of it, if they are not too many, and 8192 words.
     pieces = min(max(triton.next_power_of_2(workers // records), 2), 32)
-    part = min(2 * words, 8192 // pieces)
-    while pairs * records * (2 * words // part) < LEAST_COMBINES and part > 64:
-        part //= 2
+    parts = 2 * words // min(2 * words, 8192 // pieces)
+    while pairs * records * parts < LEAST_COMBINES and parts < 2 * words // 64:
+        parts *= 2
     # Of many requests most are whole, and their programs cost only their launch.
-    per_program = 4 if pairs * records * (2 * words // part) > 8 * LEAST_COMBINES else 1
-    constants = {"ROWS": block_rows, "WORDS": words, "PART": part, "PER_PROGRAM": per_program, "CHUNK": pieces}
-    return (triton.cdiv(pairs, per_program) * (2 * words // part), records), constants
+    per_program = 4 if pairs * records * parts > 8 * LEAST_COMBINES else 1
+    constants = {
+        "ROWS": block_rows, "WORDS": words, "PART": 2 * words // parts, "PER_PROGRAM": per_program, "CHUNK": pieces,
+    }  # fmt: skip
+    return (triton.cdiv(pairs, per_program) * parts, records), constants
 
 
 @functools.cache

@@ -2,8 +2,9 @@
 
 Three partitions work on a tile of keys at a time: one warp copies it to shared memory (TMA), four warps compute the
 scores and their softmax, and eight (the default partition) multiply the weights with the values. Shared memory is what
-bounds them, in size and in speed. So a tile's stage is copied and freed in halves of 256 columns, since
-only two stages fit, and the weights are multiplied from registers.
+bounds them, in size and in speed. So a tile's stage is copied and freed in halves of 256 columns, since only two stages
+fit, and the weights are multiplied from registers.
+
 Barriers of a half: `full`, copied; `empty`, both products have read it; of a weights buffer: `weighed`, `read`.
 """
 
@@ -32,7 +33,20 @@ from .plan import (
     record_piece,
     start_records,
 )
-from .softmax import bounds, clear_unseen, hand_over, hide_unseen, publish, store, take, unknown_zero, weights
+from .softmax import (
+    EACH_ROW,
+    FOUR,
+    ONE,
+    bounds,
+    clear_unseen,
+    hand_over,
+    hide_unseen,
+    publish,
+    store,
+    take,
+    unknown_zero,
+    weights,
+)
 
 HALF = gl.constexpr(256)
 BOX = gl.constexpr(64)  # columns of a TMA copy
@@ -179,9 +193,7 @@ def _sum_values(
     ) = shared  # fmt: skip
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, HALF // 2, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    FOUR: gl.constexpr = gl.BlockedLayout([4], [32], [8], [0])
     PER_ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
-    EACH_ROW: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
     seq_lens, stride_lens, capacity = lens
     first_request, end_request, offset, quota = plan
     halves = view(latents, latents.dtype, [STAGES * 2, TILE, HALF], gl.NVMMASharedLayout(128, 16, 2))
@@ -215,7 +227,7 @@ def _sum_values(
             right, weight = warpgroup_mma_wait(0, deps=(right, weight))
             mbarrier.arrive(empty.index(stage * 2 + 1), count=1)
             step += 1
-        norm, row_lse = take(state, finished, taken, pieces, TILE, PER_ROW, EACH_ROW)
+        norm, row_lse = take(state, finished, taken, pieces, TILE, PER_ROW)
         record_piece(records, batch, workers, request, worker, begin_tile, units, offset, quota, row_tile)
         pieces += 1
         flat_row = request.to(gl.int64) * rows + row_tile * ROWS
@@ -253,7 +265,6 @@ def decode_16bit_kernel(
     """The grid is (row tiles, workers). The boxes are of the cache and of the query, each as [rows, 576]."""
     PARTS: gl.constexpr = 1 if PAGE >= TILE else TILE // PAGE
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    ONE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     dtype: gl.constexpr = out.dtype.element_ty
     row_tile = gl.program_id(0)
     worker = gl.program_id(1)

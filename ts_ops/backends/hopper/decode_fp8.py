@@ -35,7 +35,20 @@ from .plan import (
     record_piece,
     start_records,
 )
-from .softmax import bounds, clear_unseen, hand_over, hide_unseen, publish, store, take, unknown_zero, weights
+from .softmax import (
+    EACH_ROW,
+    FOUR,
+    ONE,
+    bounds,
+    clear_unseen,
+    hand_over,
+    hide_unseen,
+    publish,
+    store,
+    take,
+    unknown_zero,
+    weights,
+)
 
 BOX = gl.constexpr(128)  # columns of a TMA copy
 HALF = gl.constexpr(256)  # columns of a sum of products
@@ -197,10 +210,8 @@ def _sum_values(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, ROWS, 16])
     VALUES: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     PER_ROW: gl.constexpr = gl.SliceLayout(0, SUMS)
-    FOUR: gl.constexpr = gl.BlockedLayout([4], [32], [8], [0])
     SLICES: gl.constexpr = TILE // KEYS
     PAIRS: gl.constexpr = RANK // 2
-    EACH_ROW: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
     seq_lens, stride_lens, capacity = lens
     first_request, end_request, offset, quota = plan
     values = view(latents, gl.int16, [STAGES, TILE, RANK // 2], gl.NVMMASharedLayout(128, 16, 2))
@@ -250,7 +261,7 @@ def _sum_values(
             even, odd, last_even, last_odd = warpgroup_mma_wait(0, deps=(even, odd, last_even, last_odd))
             mbarrier.arrive(empty.index(stage), count=1)
             step += 1
-        norm, row_lse = take(state, finished, taken, pieces, ROWS, PER_ROW, EACH_ROW)
+        norm, row_lse = take(state, finished, taken, pieces, ROWS, PER_ROW)
         record_piece(records, batch, workers, request, worker, begin_tile, units, offset, quota, row_tile)
         pieces += 1
         flat_row = request.to(gl.int64) * rows + row_tile * ROWS
@@ -291,7 +302,6 @@ def decode_fp8_kernel(
     The grid is (row tiles, workers). The boxes are of the cache and of the query, each as [rows, 576].
     """
     PARTS: gl.constexpr = 1 if PAGE >= TILE else TILE // PAGE
-    ONE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     row_tile = gl.program_id(0)
     worker = gl.program_id(1)
     row_tiles = gl.num_programs(0)

@@ -13,6 +13,10 @@ from .plan import TILE
 # The maximum that weights are relative to follows the true one only where it falls behind by a factor of 2^8: weights
 # stay exact in fp16 and bf16 up to there, and the accumulator need not be rescaled at nearly every tile.
 LAZY = gl.constexpr(8.0)
+# Layouts: of small arrays in shared memory, and, in the partition of sums, of a row a thread and of the four minima.
+ONE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+EACH_ROW = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
+FOUR = gl.constexpr(gl.BlockedLayout([4], [32], [8], [0]))
 
 
 @gluon.jit
@@ -98,7 +102,7 @@ def hand_over(peak, total, state, finished, taken, pieces):
 
 
 @gluon.jit
-def take(state, finished, taken, pieces, ROWS: gl.constexpr, PER_ROW: gl.constexpr, EACH_ROW: gl.constexpr):
+def take(state, finished, taken, pieces, ROWS: gl.constexpr, PER_ROW: gl.constexpr):
     """(1 / total, LSE in base 2) of a piece, the LSE in a layout that has each row once."""
     mbarrier.wait(finished, pieces & 1)
     norm = state.index(0).slice(0, ROWS).load(PER_ROW)
