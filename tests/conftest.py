@@ -63,6 +63,11 @@ class Target:
             changes["dtype"] = torch.bfloat16
         return dataclasses.replace(case, **changes)
 
+    def skip_unless_it_has(self, operator: str) -> None:
+        """Where the backend has no such operator, a test of it would be Triton's again."""
+        if not hasattr(dispatch._backend(self.backend), operator):
+            pytest.skip(f"{self.backend} has no {operator}")
+
     def refusal(self, operator: str, *args, **kwargs) -> str | None:
         """Why the backend does not serve this call."""
         return dispatch.why_not(operator, calls.PROBLEMS[operator](*args, **kwargs))[self.backend]
@@ -170,6 +175,22 @@ def saved(tmp_path_factory):
     from tiny_models import Folders  # which needs transformers
 
     return Folders(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def youtu():
+    """A tiny model of a class in transformers that the adapter takes."""
+    from tiny_models import YOUTU, build_member  # which need transformers
+
+    return build_member(YOUTU)
+
+
+@pytest.fixture
+def prepared(youtu):
+    from ts_ops.integrations.transformers import prepare
+
+    with prepare(youtu) as prepared:
+        yield prepared
 
 
 @pytest.fixture(scope="module")

@@ -178,12 +178,6 @@ def backend_of(place: Target, operator: str, call: dict) -> str:
     return "triton" if objection else place.backend
 
 
-def skip_unless_it_has(place: Target, operator: str) -> None:
-    """Where a place's backend has no such operator, a test of it would be Triton's again."""
-    if not hasattr(dispatch._backend(place.backend), operator):
-        pytest.skip(f"{place.backend} has no {operator}")
-
-
 def outputs(place: Target, operator: str, call: dict) -> tuple[Tensor, ...]:
     """Results of the functional overload; of a write the cache, which it changes."""
     with ts_ops.use_backend(backend_of(place, operator, call)):

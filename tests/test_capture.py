@@ -24,7 +24,7 @@ from test_laws_decode import Case
 @graphs.on_every_backend
 @pytest.mark.parametrize("operator, overload", calls.OVERLOADS, ids=map(".".join, calls.OVERLOADS))
 def test_replay_sees_the_inputs_as_they_are_then(operator, overload, place):
-    graphs.skip_unless_it_has(place, operator)
+    place.skip_unless_it_has(operator)
     with torch.device(place.device):
         static, later = calls.example(operator), graphs.other_example(operator)
         buffers = calls.buffers(operator, static) if overload == "out" else {}
@@ -163,7 +163,7 @@ def test_decode_of_requests_that_join_and_finish(dtype, place):
 @graphs.on_every_backend
 def test_prefill_of_sequences_that_join_and_finish(place):
     """Sequences of any length, none included, in buffers of one size; what no row may see is NaN."""
-    graphs.skip_unless_it_has(place, "mla_prefill_lse")
+    place.skip_unless_it_has("mla_prefill_lse")
     case = place.fit(prefill_laws.Case((), ()))
     tokens_q, tokens_kv, batch, device = 24, 80, 3, place.device
     dtype = case.dtype
@@ -206,7 +206,7 @@ def test_prefill_of_sequences_that_join_and_finish(place):
 @graphs.on_every_backend
 def test_write_and_gather_of_requests_that_join_and_finish(place):
     """Padded tokens have slot -1 and NaN to write; gathered rows past the last request are 0 in a poisoned buffer."""
-    graphs.skip_unless_it_has(place, WRITE)
+    place.skip_unless_it_has(WRITE)
     case = Case((0,) * 4, query=torch.float16)
     pages, max_pages, device, dim = 30, 5, place.device, case.rank + case.rope
     tokens, total = 9, 150
@@ -336,7 +336,7 @@ def test_a_cache_past_4_gib(dtype, place):
 @pytest.mark.parametrize("operator", calls.NAMES)
 def test_tensors_of_a_gpu_that_is_not_current(operator, place):
     """Launched where the tensors are, eagerly and under capture; the current device stays what it was."""
-    graphs.skip_unless_it_has(place, operator)
+    place.skip_unless_it_has(operator)
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     with torch.device("cuda:1"), torch.cuda.device(1):

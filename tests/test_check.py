@@ -327,7 +327,7 @@ def test_a_cache_is_looked_at_in_chunks(on_tokenspeed, monkeypatch):
 @pytest.mark.parametrize(("operator", "overload"), calls.OVERLOADS)
 def test_capture_is_refused(operator, overload, checked, monkeypatch):
     """Where a call would read: not for merging and packing. (What capture looks like on a GPU: the next test.)"""
-    monkeypatch.setattr(check, "_capturing", lambda device: True)
+    monkeypatch.setattr(check, "capturing", lambda device: True)
     call = calls.example(operator)
     if operator == WRITE:
         call["kv_cache"] += 1.0

@@ -310,8 +310,7 @@ def test_no_pages_at_all(target):
 
 def test_prefill_and_decode_agree_on_the_lse(target):
     """Both natural logs: a decode in base 2 would be off by a factor of 1.44."""
-    if target.backend == "hopper":
-        pytest.skip("Hopper's backend has no prefill")
+    target.skip_unless_it_has("mla_prefill_lse")
     case = target.fit(Case((50,), heads=2, q_len=4, query=torch.float32))
     query, cache, table, lengths, scale = build(case, target.device, outside=target.outside)
     nope = min(128, case.rank)  # as many columns as the keys of a prefill have, the query's others being 0

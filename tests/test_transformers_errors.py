@@ -5,22 +5,11 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from test_transformers_use import FP8, GREEDY, YOUTU, forward, generate_with, prompt
-from tiny_models import build_member, transformers
+from test_transformers_use import FP8, GREEDY, forward, generate_with, prompt
+from tiny_models import YOUTU, build_member, transformers
 from ts_ops.integrations.transformers import prepare
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build_member(YOUTU)
-
-
-@pytest.fixture
-def prepared(model):
-    with prepare(model) as prepared:
-        yield prepared
 
 
 @dataclass(frozen=True)
@@ -59,7 +48,7 @@ def test_models_that_do_not_fit(misfit):
         prepare(large)
 
 
-def test_other_models_and_options_are_refused(model):
+def test_other_models_and_options_are_refused(youtu):
     tiny = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=9, **tiny))
     with pytest.raises(TypeError, match="^model is a LlamaForCausalLM, whose attention keeps no latents"):
@@ -67,9 +56,9 @@ def test_other_models_and_options_are_refused(model):
     with pytest.raises(TypeError, match="^model must be a transformers PreTrainedModel, got Linear"):
         prepare(torch.nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"^model is a YoutuModel, which has no generate\(\)"):
-        prepare(model.model)
-    with pytest.raises(ValueError, match="prepared already; undo"), prepare(model):
-        prepare(model)
+        prepare(youtu.model)
+    with pytest.raises(ValueError, match="prepared already; undo"), prepare(youtu):
+        prepare(youtu)
     for options, error, message in [
         ({"cache_dtype": torch.int8}, TypeError, "^cache_dtype must be .*, got torch.int8"),
         ({"page_size": 48}, ValueError, "^page_size must be a power of two up to 128, got 48"),
@@ -79,13 +68,13 @@ def test_other_models_and_options_are_refused(model):
         ({"cache_dtype": FP8, "k_scales": 0.0}, ValueError, "^k_scales must be positive and finite"),
     ]:
         with pytest.raises(error, match=message):
-            prepare(model, **options)
+            prepare(youtu, **options)
     quantised = build_member(YOUTU)
     quantised.model.layers[1].self_attn.kv_b_proj = torch.nn.Sequential(torch.nn.Identity())
     quantised.model.layers[1].self_attn.kv_b_proj.weight = torch.ones(1)
     with pytest.raises(ValueError, match="kv_b_proj must be a plain nn.Linear"):
         prepare(quantised)
-    assert "expand_kv" not in vars(model.model.layers[0].self_attn)
+    assert "expand_kv" not in vars(youtu.model.layers[0].self_attn)
 
 
 CALLS = {
@@ -102,11 +91,11 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_calls_that_cannot_work(call, model):
+def test_calls_that_cannot_work(call, youtu):
     """The error comes with nothing changed: the cache still counts the tokens it did."""
     error, message = CALLS[call]
     other = build_member(YOUTU)
-    with prepare(model) as prepared, prepare(other) as prepared_other, pytest.raises(error, match=message):
+    with prepare(youtu) as prepared, prepare(other) as prepared_other, pytest.raises(error, match=message):
         cache, ids = prepared.cache(2, 128), prompt(2, 100)
         forward(prepared, cache, ids)
         if call == "cache full":
@@ -120,10 +109,10 @@ def test_calls_that_cannot_work(call, model):
         elif call == "other model":
             forward(prepared_other, cache, ids)
         elif call == "stock cache":
-            stock = transformers.StaticCache(config=model.config, max_cache_len=32)
+            stock = transformers.StaticCache(config=youtu.config, max_cache_len=32)
             forward(prepared, stock, ids[:, :4])
         elif call == "grad":
-            model(ids)
+            youtu(ids)
         elif call == "dropout":
             other.model.layers[0].self_attn.attention_dropout = 0.5
             forward(prepared_other, prepared_other.cache(2, 128), ids[:, :4]).sum()
@@ -165,8 +154,8 @@ def test_generate_refuses_before_it_starts(prepared):
             generate_with(prepared, cache, ids, max_new_tokens=200)
 
 
-def test_a_cache_needs_its_prepared_model(model):
-    with prepare(model) as prepared:
+def test_a_cache_needs_its_prepared_model(youtu):
+    with prepare(youtu) as prepared:
         cache = prepared.cache(2, 16)
         for arguments in ((0, 16), (2, 0)):
             with pytest.raises(ValueError, match="must be at least 1, got 0"):
@@ -175,8 +164,8 @@ def test_a_cache_needs_its_prepared_model(model):
         forward(prepared, cache, prompt())
 
 
-def test_a_model_that_shares_a_config_is_refused(model):
-    twin = type(model)(model.config).eval()
-    with prepare(model), pytest.raises(RuntimeError, match="YoutuAttention was not prepared by ts_ops, but shares"):
+def test_a_model_that_shares_a_config_is_refused(youtu):
+    twin = type(youtu)(youtu.config).eval()
+    with prepare(youtu), pytest.raises(RuntimeError, match="YoutuAttention was not prepared by ts_ops, but shares"):
         twin(prompt())
     assert twin(prompt()).logits.shape == (2, 9, 97)

@@ -19,22 +19,10 @@ from ts_ops.integrations import transformers as adapter
 from ts_ops.integrations.transformers import prepare
 
 FP8 = torch.float8_e4m3fn
-YOUTU = next(member for member in FAMILY if member.name == "Youtu")
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build_member(YOUTU)
-
-
-@pytest.fixture
-def prepared(model):
-    with prepare(model) as prepared:
-        yield prepared
 
 
 def prompt(rows: int = 2, length: int = 9) -> torch.Tensor:
@@ -74,16 +62,16 @@ def test_padding_is_neither_stored_nor_seen(padding, prepared):
         assert (logits[real] - alone).abs().max() < 1e-5
 
 
-def test_second_turn_and_prefill_in_chunks(model):
+def test_second_turn_and_prefill_in_chunks(youtu):
     """A cache that `generate` filled is passed on, with another prompt of several tokens."""
     ids, more = prompt(), prompt(2, 5)
-    expected = model.generate(ids, **GREEDY)
-    expected_2 = model.generate(torch.cat((expected, more), dim=1), **GREEDY)
-    with prepare(model) as prepared:
+    expected = youtu.generate(ids, **GREEDY)
+    expected_2 = youtu.generate(torch.cat((expected, more), dim=1), **GREEDY)
+    with prepare(youtu) as prepared:
         cache = prepared.cache(2, 64)
         first = generate_with(prepared, cache, ids, **GREEDY)
         second = generate_with(prepared, cache, torch.cat((first, more), dim=1), **GREEDY)
-        chunked = model.generate(ids, prefill_chunk_size=4, **GREEDY)
+        chunked = youtu.generate(ids, prefill_chunk_size=4, **GREEDY)
     assert torch.equal(first, expected) and torch.equal(chunked, expected)
     assert torch.equal(second, expected_2)
 
@@ -97,7 +85,7 @@ def test_second_turn_and_prefill_in_chunks(model):
     {"cache_implementation": "static"},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("cache_dtype", [torch.float32, FP8], ids=["fp32", "fp8"])
-def test_ways_to_generate(options, cache_dtype, model):
+def test_ways_to_generate(options, cache_dtype, youtu):
     """Beam search reorders rows, drafts are cropped: exact in fp32. Over FP8, one token a row shows that it runs."""
     options = GREEDY | options
     ids = prompt(options.pop("rows", 2))
@@ -105,18 +93,18 @@ def test_ways_to_generate(options, cache_dtype, model):
         ids = ids.repeat(1, 3)  # so that drafts are found
     torch.manual_seed(3)
     stock = {name: value for name, value in options.items() if name != "cache_implementation"}
-    expected = model.generate(ids, **stock)
-    with prepare(model, cache_dtype=cache_dtype):
+    expected = youtu.generate(ids, **stock)
+    with prepare(youtu, cache_dtype=cache_dtype):
         torch.manual_seed(3)
-        found = model.generate(ids, **options)
+        found = youtu.generate(ids, **options)
     assert found.shape == expected.shape
     same = slice(None) if cache_dtype == torch.float32 else slice(0, ids.shape[1])
     assert torch.equal(found[:, same], expected[:, same])
 
 
-def test_what_a_step_reads_is_static(model):
+def test_what_a_step_reads_is_static(youtu):
     """Unmarked, a CUDA graph would copy it at each replay; with a guard, each cache would be another graph."""
-    with prepare(model, cache_dtype=FP8) as prepared:
+    with prepare(youtu, cache_dtype=FP8) as prepared:
         cache = prepared.cache(2, 16)
     tensors = [value for value in vars(cache.lengths).values() if isinstance(value, torch.Tensor)]
     for layer in cache.layers:
@@ -146,13 +134,13 @@ def test_reorder_crop_and_reset_keep_addresses(prepared):
     assert [layer.pages.data_ptr() for layer in layers] == before
 
 
-def test_generate_compiles_its_decode_steps(model):
+def test_generate_compiles_its_decode_steps(youtu):
     """As `generate` does it by itself on a GPU: one graph and no missed rewrite, also for a second call with a shorter
     prompt and a cache of its own, of the first one's length. With padding, so that each step is given a mask; of one
     row, for there transformers keeps a mask's strides."""
     ids, mask = prompt(1), torch.ones(1, 9, dtype=torch.int64)
     mask[0, :4] = 0
-    expected = model.generate(ids, attention_mask=mask, max_new_tokens=32, do_sample=False)
+    expected = youtu.generate(ids, attention_mask=mask, max_new_tokens=32, do_sample=False)
     torch._dynamo.reset()
     counters.clear()
     ReinplaceCounters.clear()
@@ -165,37 +153,37 @@ def test_generate_compiles_its_decode_steps(model):
     settings = transformers.CompileConfig(fullgraph=True, mode=None, backend=backend)
     settings._compile_all_devices = True
     options = {"do_sample": False, "compile_config": settings}
-    with prepare(model):
-        found = model.generate(ids, attention_mask=mask, max_new_tokens=32, max_cache_len=200, **options)
-        shorter = model.generate(ids[:, :7], attention_mask=mask[:, :7], max_new_tokens=4, **options)
+    with prepare(youtu):
+        found = youtu.generate(ids, attention_mask=mask, max_new_tokens=32, max_cache_len=200, **options)
+        shorter = youtu.generate(ids[:, :7], attention_mask=mask[:, :7], max_new_tokens=4, **options)
     assert torch.equal(found, expected) and shorter.shape == (1, 11)
     assert len(graphs) == 1 and not counters["graph_break"]
     assert ReinplaceCounters.get_total_missed_bytes() == 0
 
 
 @pytest.mark.parametrize("dtype, share", [(None, 1), (torch.bfloat16, 1 / 2), (FP8, 1 / 4)], ids=str)
-def test_cache_memory(dtype, share, model):
+def test_cache_memory(dtype, share, youtu):
     """Rows hold multiples of 128 tokens; beyond that, what transformers' cache of fp32 latents takes, by dtype."""
     ids, length = prompt(), 256
-    stock = transformers.StaticCache(config=model.config, max_cache_len=length)
+    stock = transformers.StaticCache(config=youtu.config, max_cache_len=length)
     with torch.no_grad():
-        model(ids, past_key_values=stock)
+        youtu(ids, past_key_values=stock)
     stock_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in stock.layers)
-    with prepare(model, cache_dtype=dtype) as prepared:
+    with prepare(youtu, cache_dtype=dtype) as prepared:
         assert prepared.cache(2, length).nbytes == share * stock_bytes
         assert prepared.cache(2, length - 127).nbytes == share * stock_bytes, "rounded up"
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 128])
-def test_page_size(page_size, model):
-    expected = model.generate(prompt(), **GREEDY)
-    with prepare(model, page_size=page_size):
-        assert torch.equal(model.generate(prompt(), **GREEDY), expected)
+def test_page_size(page_size, youtu):
+    expected = youtu.generate(prompt(), **GREEDY)
+    with prepare(youtu, page_size=page_size):
+        assert torch.equal(youtu.generate(prompt(), **GREEDY), expected)
 
 
-def test_scales(model):
+def test_scales(youtu):
     """Calibrated ones are powers of two that a reset forgets; given ones stay; either saturates nothing."""
-    with prepare(model, cache_dtype=FP8) as prepared:
+    with prepare(youtu, cache_dtype=FP8) as prepared:
         cache = prepared.cache(2, 16)
         forward(prepared, cache, prompt())
         scales = [layer.k_scale.item() for layer in cache.layers]
@@ -203,32 +191,32 @@ def test_scales(model):
         assert all(100 < layer.pages.float().abs().max() < 448 for layer in cache.layers)
         cache.reset()
         assert [layer.k_scale.item() for layer in cache.layers] == [0, 0]
-    with prepare(model, cache_dtype=FP8, k_scales=[0.25, 0.5]) as prepared:
+    with prepare(youtu, cache_dtype=FP8, k_scales=[0.25, 0.5]) as prepared:
         cache = prepared.cache(2, 16)
         forward(prepared, cache, prompt())
         cache.reset()
         assert [layer.k_scale.item() for layer in cache.layers] == [0.25, 0.5]
-    with prepare(model, cache_dtype=FP8, k_scales=2) as prepared:
+    with prepare(youtu, cache_dtype=FP8, k_scales=2) as prepared:
         assert [layer.k_scale.item() for layer in prepared.cache(2, 16).layers] == [2, 2]
 
 
-def test_preparing_adds_and_copies_nothing_and_is_undone(model):
-    attributes = [set(vars(module)) for module in model.modules()]
-    weights = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
-    implementation = model.config._attn_implementation
-    prepared = prepare(model)
-    model.generate(prompt(), **GREEDY)
-    assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == weights
-    assert sum(buffer.nbytes for buffer in model.buffers()) < 10_000
+def test_preparing_adds_and_copies_nothing_and_is_undone(youtu):
+    attributes = [set(vars(module)) for module in youtu.modules()]
+    weights = {name: tensor.data_ptr() for name, tensor in youtu.state_dict().items()}
+    implementation = youtu.config._attn_implementation
+    prepared = prepare(youtu)
+    youtu.generate(prompt(), **GREEDY)
+    assert {name: tensor.data_ptr() for name, tensor in youtu.state_dict().items()} == weights
+    assert sum(buffer.nbytes for buffer in youtu.buffers()) < 10_000
     prepared.undo()
     prepared.undo()
-    assert [set(vars(module)) for module in model.modules()] == attributes
-    assert model.config._attn_implementation == implementation
+    assert [set(vars(module)) for module in youtu.modules()] == attributes
+    assert youtu.config._attn_implementation == implementation
     with pytest.raises(RuntimeError, match=r"put back by undo\(\): prepare it again"):
         prepared.cache(1, 16)
-    with pytest.raises(KeyError), prepare(model):
+    with pytest.raises(KeyError), prepare(youtu):
         raise KeyError
-    assert [set(vars(module)) for module in model.modules()] == attributes
+    assert [set(vars(module)) for module in youtu.modules()] == attributes
 
 
 def test_a_full_cache_drops_tokens_where_nobody_can_ask(prepared, monkeypatch):
@@ -247,9 +235,9 @@ def test_a_full_cache_drops_tokens_where_nobody_can_ask(prepared, monkeypatch):
     assert {length.max().item() for length in lengths} == {128}, "block tables go no further"
 
 
-def test_inference_mode_and_a_prompt_of_one_token(model):
-    expected = model.generate(prompt(2, 1), **GREEDY)
-    with prepare(model) as prepared:
+def test_inference_mode_and_a_prompt_of_one_token(youtu):
+    expected = youtu.generate(prompt(2, 1), **GREEDY)
+    with prepare(youtu) as prepared:
         cache = prepared.cache(2, 64)
         with torch.inference_mode():
             assert torch.equal(generate_with(prepared, cache, prompt(2, 1), **GREEDY), expected)

@@ -94,6 +94,7 @@ FAMILY = [
         "rope_parameters": PLAIN, "head_dim": 16, "num_mtp_layers": 0,
     }),
 ]  # fmt: skip
+YOUTU = next(member for member in FAMILY if member.name == "Youtu")
 VISION = {
     "patch_size": 14, "pos_emb_height": 4, "pos_emb_width": 4, "pos_emb_time": 2, "num_attention_heads": 2,
     "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32,

@@ -65,7 +65,7 @@ def check(operator: str, problem, backend: str) -> None:
     checks = _CHECKS.get(type(problem))
     if checks is None:  # merging and packing have no value that could be wrong
         return
-    if _capturing(problem.device):
+    if capturing(problem.device):
         raise RuntimeError(
             f"{NAMESPACE}::{operator}: TS_OPS_CHECK=1 reads device values, which a CUDA graph capture forbids. "
             "Unset TS_OPS_CHECK, or run the same calls without capturing them."
@@ -73,7 +73,8 @@ def check(operator: str, problem, backend: str) -> None:
     checks(_Require(operator), problem, backend == TOKENSPEED)
 
 
-def _capturing(device: torch.device) -> bool:
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream of `device` is being captured into a CUDA graph, when no device value can be read."""
     if device.type != "cuda":
         return False
     with torch.cuda.device(device):

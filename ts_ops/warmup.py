@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from . import dispatch
+from .check import capturing
 from .meta.call import PROBLEMS
 from .meta.contract import FP8
 from .meta.schema import NAMESPACE, OPERATORS
@@ -159,10 +160,8 @@ def warmup(
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.empty(0, device=device).device  # with its index
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("ts_ops.warmup was called under CUDA graph capture: call it before")
+    if capturing(device):
+        raise RuntimeError("ts_ops.warmup was called under CUDA graph capture: call it before")
     request = (deployment, device, dispatch.forced())
     with _lock:
         if request in _done:

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, StaticCache
 from transformers.cache_utils import Cache, StaticLayer
 
 from ..cache import TABLE_TOKENS, allocate_kv_cache, fit_k_scale
+from ..check import capturing
 from ..meta.contract import FP8
 
 
@@ -59,9 +60,7 @@ class Lengths:
 
     def _may_ask_the_device(self) -> bool:
         """Not while compiled or captured: a full cache then drops what exceeds it, and touches nothing else."""
-        if torch.compiler.is_compiling():
-            return False
-        return self.seq_lens.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+        return not torch.compiler.is_compiling() and not capturing(self.seq_lens.device)
 
 
 class NewTokens(NamedTuple):
