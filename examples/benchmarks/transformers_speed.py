@@ -6,9 +6,9 @@
 The model has DeepSeek-V2-Lite's shape and random bf16 weights. stock: transformers' own attention over its StaticCache;
 bf16 and fp8: ours over a LatentCache of that dtype, fp8 with FP8 queries. On a GPU `generate` compiles decode steps,
 with CUDA graphs, in each row, which takes a minute or two; each row gets one cache, emptied before each call, for with
-another cache transformers would compile again. Timed after a call of the same shapes, the best of two:
+another cache transformers would compile again. After a call with a short prompt, which compiles, the best of two:
 
-- prefill: seconds for one new token
+- prefill: seconds to the first new token
 - decode: milliseconds a step after that, and tokens a second of the batch
 - peak: GPU memory of all calls, with the weights and without
 """
@@ -21,9 +21,11 @@ import time
 import torch
 from shapes import SHAPES
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, StaticCache
+from transformers.generation import BaseStreamer
 
 from ts_ops.integrations.transformers import prepare
 
+PROMPT, WARMUP = 64, 6  # tokens of the call that compiles; the graph of a step is recorded in the third at the latest
 CACHES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
@@ -35,16 +37,29 @@ def make_model(options: argparse.Namespace) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
-def seconds(model, ids: torch.Tensor, cache, cache_name: str, new_tokens: int) -> float:
-    """Of one call of `generate`, from an empty cache."""
+class Times(BaseStreamer):
+    """When `generate` hands on the prompt, and then each token."""
+
+    def __init__(self):
+        self.times = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def seconds(model, ids: torch.Tensor, cache, cache_name: str, new_tokens: int) -> tuple[float, float]:
+    """To the first new token, and for each after it, of one call of `generate` from an empty cache."""
     cache.reset()
-    synchronize = torch.cuda.synchronize if ids.is_cuda else lambda: None
-    synchronize()
-    start = time.perf_counter()
-    output = model.generate(ids, max_new_tokens=new_tokens, do_sample=False, **{cache_name: cache})
-    synchronize()
-    assert output.shape[1] == ids.shape[1] + new_tokens
-    return time.perf_counter() - start
+    if ids.is_cuda:
+        torch.cuda.synchronize()
+    streamer = Times()
+    model.generate(ids, max_new_tokens=new_tokens, do_sample=False, streamer=streamer, **{cache_name: cache})
+    begin, first, *_, last = streamer.times
+    assert len(streamer.times) == 1 + new_tokens
+    return first - begin, (last - first) / (new_tokens - 1)
 
 
 def measure(model, row: str, batch: int, context: int, options: argparse.Namespace) -> str:
@@ -57,12 +72,11 @@ def measure(model, row: str, batch: int, context: int, options: argparse.Namespa
         ids = torch.randint(1, model.config.vocab_size, (batch, context), device=options.device)
         if ids.is_cuda:
             torch.cuda.reset_peak_memory_stats()
-        seconds(model, ids, cache, name, options.new_tokens)
-        prefill, whole = (min(seconds(model, ids, cache, name, n) for _ in range(2)) for n in (1, options.new_tokens))
+        seconds(model, ids[:, :PROMPT], cache, name, min(WARMUP, options.new_tokens))
+        prefill, step = map(min, zip(*(seconds(model, ids, cache, name, options.new_tokens) for _ in range(2))))
     finally:
         if prepared:
             prepared.undo()
-    step = (whole - prefill) / (options.new_tokens - 1)
     memory = "-"
     if ids.is_cuda:
         peak, weights = torch.cuda.max_memory_allocated(), sum(tensor.nbytes for tensor in model.parameters())

@@ -148,7 +148,7 @@ def _fp8(problem: Decode, grid: tuple[int, int], block_rows: int, arguments: tup
 def _16bit(problem: Decode, grid: tuple[int, int], block_rows: int, arguments: tuple) -> None:
     decode_16bit_kernel[grid](
         *_cache_boxes(problem, 64), *_query_boxes(problem, 64), *arguments, ROWS=block_rows, PAGE=problem.page_size,
-        BUFFERS=1, FULL=problem.q_len * problem.heads % TILE == 0, WEIGH_REGISTERS=136, FOUR_COLUMNS=FOUR_COLUMNS,
+        BUFFERS=1, FULL=problem.q_len * problem.heads % TILE == 0, WEIGH_REGISTERS=104, FOUR_COLUMNS=FOUR_COLUMNS,
         EIGHT_COLUMNS=EIGHT_COLUMNS, num_warps=8, maxnreg=128,
     )  # fmt: skip
 

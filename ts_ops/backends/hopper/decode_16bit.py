@@ -35,12 +35,14 @@ from .plan import (
 )
 from .softmax import (
     EACH_ROW,
-    FOUR,
+    EACH_WARP,
     ONE,
     bounds,
     clear_unseen,
     hand_over,
     hide_unseen,
+    must_rescale,
+    no_weights,
     publish,
     store,
     take,
@@ -130,7 +132,7 @@ def _weigh(shared, BUFFERS: gl.constexpr):
         low, high, any_low, all_low, all_high = bounds(row, first_row, rows, heads, length, q_len, window, causal)
         mbarrier.wait(query_ready, pieces & 1)
         peak = gl.full([TILE], -float("inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
-        total = gl.full([TILE], 0.0, gl.float32, layout=gl.SliceLayout(1, SCORES))
+        total = no_weights()
         zero = unknown_zero(capacity)
         q_index = zero
         for tile in range(first + begin_tile, first + end_tile):
@@ -214,8 +216,7 @@ def _sum_values(
             buffer = step % BUFFERS
             mbarrier.wait(weighed.index(buffer), (step // BUFFERS) & 1)
             weight = weight_buffers.index(buffer).load(WEIGHTS)
-            least = rescaled.index(buffer).load(FOUR)
-            if gl.min(least, axis=0) < 1.0:
+            if must_rescale(rescaled.index(buffer)):
                 rescale = rescales.index(buffer).load(PER_ROW)
                 left = left * rescale[:, None]
                 right = right * rescale[:, None]
@@ -279,7 +280,7 @@ def decode_16bit_kernel(
     q_rope = gl.allocate_shared_memory(dtype, [TILE, ROPE], query_boxes.layout)
     weight_buffers = gl.allocate_shared_memory(dtype, [BUFFERS, TILE, TILE], SWIZZLED)
     rescales = gl.allocate_shared_memory(gl.float32, [BUFFERS, TILE], ONE)
-    rescaled = gl.allocate_shared_memory(gl.float32, [BUFFERS, 4], ONE)
+    rescaled = gl.allocate_shared_memory(gl.float32, [BUFFERS, TILE // 4, 4], EACH_WARP)
     state = gl.allocate_shared_memory(gl.float32, [2, TILE], ONE)
     full = gl.allocate_shared_memory(gl.int64, [STAGES * 2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES * 2, 1], mbarrier.MBarrierLayout())

@@ -7,7 +7,8 @@ columns have an accumulator each and meet again in the store.
 
 Three partitions work on a tile at a time: one warp copies it to shared memory (TMA), four warps compute the scores and
 their softmax, and eight (the default partition) multiply the weights with the values. Barriers of a tile's stage:
-`full`, copied; `empty`, both products have read it; of a weights buffer: `weighed`.
+`full`, copied; `weighed`, its weights are there; `empty`, both products have read it. There are as many buffers of
+weights as stages, so that what is `full` again has also let go of its weights.
 """
 
 from triton.experimental import gluon
@@ -37,12 +38,14 @@ from .plan import (
 )
 from .softmax import (
     EACH_ROW,
-    FOUR,
+    EACH_WARP,
     ONE,
     bounds,
     clear_unseen,
     hand_over,
     hide_unseen,
+    must_rescale,
+    no_weights,
     publish,
     store,
     take,
@@ -52,7 +55,6 @@ from .softmax import (
 
 BOX = gl.constexpr(128)  # columns of a TMA copy
 HALF = gl.constexpr(256)  # columns of a sum of products
-BUFFERS = gl.constexpr(2)  # of weights
 
 
 @gluon.jit
@@ -147,12 +149,11 @@ def _weigh(shared, STAGES: gl.constexpr):
         low, high, any_low, all_low, all_high = bounds(row, first_row, rows, heads, length, q_len, window, causal)
         mbarrier.wait(query_ready, pieces & 1)
         peak = gl.full([TILE], -float("inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
-        total = gl.full([TILE], 0.0, gl.float32, layout=gl.SliceLayout(1, SCORES))
+        total = no_weights()
         zero = unknown_zero(capacity)
         q_index = zero
         for tile in range(first + begin_tile, first + end_tile):
             stage = step % STAGES
-            buffer = step % BUFFERS
             first_key = tile * TILE
             q_latent = q_latents.index(q_index)
             q_index += zero
@@ -173,11 +174,8 @@ def _weigh(shared, STAGES: gl.constexpr):
                 if (first_key + TILE > length) | (first_key < any_low):
                     clear_unseen(values.index(stage), first_key, any_low, length, PAIRS, RANK // 2, 64)
             weight, peak, total, rescale = weights(scores, peak, total, scale_log2)
-            if step >= BUFFERS:
-                before = step - BUFFERS
-                mbarrier.wait(empty.index(before % STAGES), (before // STAGES) & 1)
-            weight_buffers.index(buffer).store(weight.to(gl.float16))
-            publish(rescale, rescales.index(buffer), rescaled.index(buffer), weighed.index(buffer))
+            weight_buffers.index(stage).store(weight.to(gl.float16))
+            publish(rescale, rescales.index(stage), rescaled.index(stage), weighed.index(stage))
             step += 1
         if begin_tile >= end_tile:
             mbarrier.arrive(query_read, count=1)
@@ -227,18 +225,16 @@ def _sum_values(
         )
         even = gl.full([PAIRS, ROWS], 0.0, gl.float32, layout=SUMS)
         odd = gl.full([PAIRS, ROWS], 0.0, gl.float32, layout=SUMS)
-        mbarrier.wait(weighed.index(step % BUFFERS), (step // BUFFERS) & 1, pred=begin_tile < end_tile)
+        mbarrier.wait(weighed.index(step % STAGES), (step // STAGES) & 1, pred=begin_tile < end_tile)
         next_even, next_odd = _halves(values.index(step % STAGES).slice(0, KEYS, dim=0).permute((1, 0)).load(VALUES))
         for tile in range(begin_tile, end_tile):
             stage = step % STAGES
-            buffer = step % BUFFERS
             latent = values.index(stage)
-            least = rescaled.index(buffer).load(FOUR)
-            if gl.min(least, axis=0) < 1.0:
-                rescale = rescales.index(buffer).slice(0, ROWS).load(PER_ROW)
+            if must_rescale(rescaled.index(stage)):
+                rescale = rescales.index(stage).slice(0, ROWS).load(PER_ROW)
                 even = even * rescale[None, :]
                 odd = odd * rescale[None, :]
-            weight = weight_buffers.index(buffer).slice(0, ROWS, dim=0)
+            weight = weight_buffers.index(stage).slice(0, ROWS, dim=0)
             last_even = next_even
             last_odd = next_odd
             for k in gl.static_range(SLICES):
@@ -255,7 +251,7 @@ def _sum_values(
                 else:
                     # Of the next tile, if there is one.
                     later = step + 1
-                    mbarrier.wait(weighed.index(later % BUFFERS), (later // BUFFERS) & 1, pred=tile + 1 < end_tile)
+                    mbarrier.wait(weighed.index(later % STAGES), (later // STAGES) & 1, pred=tile + 1 < end_tile)
                     pairs = values.index(later % STAGES).slice(0, KEYS, dim=0).permute((1, 0)).load(VALUES)
                     next_even, next_odd = _halves(pairs)
             even, odd, last_even, last_odd = warpgroup_mma_wait(0, deps=(even, odd, last_even, last_odd))
@@ -315,19 +311,18 @@ def decode_fp8_kernel(
     ropes = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * PARTS, TILE // PARTS, ROPE], rope_boxes.layout)
     q_latent = gl.allocate_shared_memory(gl.float8e4nv, [RANK // BOX, TILE, BOX], query_boxes.layout)
     q_rope = gl.allocate_shared_memory(gl.float8e4nv, [TILE, ROPE], query_rope_boxes.layout)
-    weight_buffers = gl.allocate_shared_memory(gl.float16, [BUFFERS, TILE, TILE], gl.NVMMASharedLayout(128, 16, 2))
-    rescales = gl.allocate_shared_memory(gl.float32, [BUFFERS, TILE], ONE)
-    rescaled = gl.allocate_shared_memory(gl.float32, [BUFFERS, 4], ONE)
+    weight_buffers = gl.allocate_shared_memory(gl.float16, [STAGES, TILE, TILE], gl.NVMMASharedLayout(128, 16, 2))
+    rescales = gl.allocate_shared_memory(gl.float32, [STAGES, TILE], ONE)
+    rescaled = gl.allocate_shared_memory(gl.float32, [STAGES, TILE // 4, 4], EACH_WARP)
     state = gl.allocate_shared_memory(gl.float32, [2, TILE], ONE)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    weighed = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    weighed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     once = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
-    for buffer in gl.static_range(BUFFERS):
-        mbarrier.init(weighed.index(buffer), count=1)
+        mbarrier.init(weighed.index(stage), count=1)
     for index in gl.static_range(4):
         mbarrier.init(once.index(index), count=1)
     query_ready = once.index(0)

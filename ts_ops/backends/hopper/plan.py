@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 TILE = gl.constexpr(64)
 RANK = gl.constexpr(512)  # columns of a cache row: latents,
 ROPE = gl.constexpr(64)  # and rope
-CHUNK = gl.constexpr(256)  # requests looked at together
+CHUNK = gl.constexpr(64)  # requests looked at together
 MIN_TILES = gl.constexpr(2)  # a smaller piece costs more in the combine than it saves
 UNLIMITED = gl.constexpr(1 << 30)
 # Arguments of the decode kernels whose values and alignment do not choose what is compiled.
@@ -78,12 +78,11 @@ def make_plan(worker, workers, seq_lens, stride, batch, capacity, q_len, window,
     quota = gl.maximum((total + workers - 1) // workers, MIN_TILES)
     pieces = gl.maximum(gl.minimum(workers // batch, most // MIN_TILES), 1)
     whole = (batch + workers - 1) // workers
-    longest = whole * ((most + pieces - 1) // pieces)
 
     first_request = batch
     end_request = batch
     begin = batch * 0
-    if longest <= quota + quota // 16 + 3:
+    if whole * most <= (quota + quota // 16 + 3) * pieces:
         if whole == 1:
             request = worker // pieces
             if request < batch:

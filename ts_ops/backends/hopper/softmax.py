@@ -15,8 +15,16 @@ from .plan import TILE
 LAZY = gl.constexpr(8.0)
 # Layouts: of small arrays in shared memory, and, in the partition of sums, of a row a thread and of the four minima.
 ONE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+EACH_WARP = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 EACH_ROW = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
-FOUR = gl.constexpr(gl.BlockedLayout([4], [32], [8], [0]))
+FOUR = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [8, 1], [1, 0]))
+# Of the accumulators of scores, [TILE, TILE], the rows and the four lanes that share one: where a thread adds weights up.
+QUADS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[8, 0]], lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], warp_bases=[[16, 0], [32, 0]],
+        block_bases=[], shape=[TILE.value, 4],
+    )
+)  # fmt: skip
 
 
 @gluon.jit
@@ -54,16 +62,48 @@ def hide_unseen(scores, key, low, high):
 
 
 @gluon.jit
+def _left_and_right(values):
+    """The halves of the columns, in the registers that hold them."""
+    return gl.split(gl.permute(gl.reshape(values, [values.shape[0], 2, values.shape[1] // 2]), [0, 2, 1]))
+
+
+@gluon.jit
+def _row_peaks(scores, LAYOUT: gl.constexpr):
+    """The greatest score of a row. In a thread pairwise: Triton takes one after the other, and each waits for the last."""
+    for _ in gl.static_range(3):
+        left, right = _left_and_right(scores)
+        scores = gl.maximum(left, right)
+    return gl.convert_layout(gl.max(scores, axis=1), LAYOUT)
+
+
+@gluon.jit
+def no_weights():
+    """A total of `weights`: the lanes' sums, to be added up at the end of a piece."""
+    return gl.full([TILE, 4], 0.0, gl.float32, layout=QUADS)
+
+
+@gluon.jit
+def _add_weights(total, rescale, weight):
+    for _ in gl.static_range(3):
+        left, right = _left_and_right(weight)
+        weight = left + right
+    even, odd = gl.split(gl.reshape(weight, [TILE, 4, 2]))
+    rescale = gl.convert_layout(rescale, gl.SliceLayout(1, QUADS))
+    return total * rescale[:, None] + gl.convert_layout(even + odd, QUADS)
+
+
+@gluon.jit
 def weights(scores, peak, total, scale_log2):
     """exp2 of the scaled scores relative to `peak`, which may grow -> (weights, peak, total, rescale)."""
-    tile_peak = gl.max(scores, axis=1) * scale_log2
+    ROWS: gl.constexpr = peak.type.layout
+    tile_peak = _row_peaks(scores, ROWS) * scale_log2
     peak_then = gl.where(tile_peak > peak + LAZY, tile_peak, peak)
     shift = gl.where(peak_then == -float("inf"), 0.0, peak_then)  # a row that has seen no key yet
     rescale = gl.exp2(peak - shift)
     weight = gl.exp2(scores * scale_log2 - shift[:, None])
     # What has been summed is 0 where the peak was -inf: nothing to rescale.
     rescale = gl.where(peak == -float("inf"), 1.0, rescale)
-    return weight, peak_then, total * rescale + gl.sum(weight, axis=1), rescale
+    return weight, peak_then, _add_weights(total, rescale, weight), rescale
 
 
 @gluon.jit
@@ -78,12 +118,34 @@ def clear_unseen(values, first_key, low, high, LAYOUT: gl.constexpr, columns: gl
 
 
 @gluon.jit
+def _least_of_warp(values):
+    """The least of the rows of a warp, in each of them; of numbers that are not negative, hence in the order of bits."""
+    least = gl.inline_asm_elementwise(
+        """{
+        .reg .b32 least;
+        min.u32 least, $2, $3;
+        redux.sync.min.u32 least, least, 0xffffffff;
+        mov.b32 $0, least;
+        mov.b32 $1, least;
+        }""",
+        "=r,=r,r,r", [values.to(gl.int32, bitcast=True)], dtype=gl.int32, is_pure=True, pack=2,
+    )  # fmt: skip
+    return least.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def publish(rescale, rescales, rescaled, weighed):
-    """Tell the sums that a tile's weights, stored before, are there; `rescaled`, the least of a warp, if to rescale."""
+    """Tell the sums that a tile's weights, stored before, are there."""
     rescales.store(rescale)
-    rescaled.store(gl.min(gl.reshape(rescale, [4, TILE // 4]), axis=1))
+    rescaled.store(gl.permute(gl.reshape(_least_of_warp(rescale), [4, TILE // 4]), [1, 0]))
     fence_async_shared()
     mbarrier.arrive(weighed, count=1)
+
+
+@gluon.jit
+def must_rescale(rescaled):
+    """Whether what `publish` told of a tile asks for any row to be rescaled."""
+    return gl.min(gl.reshape(rescaled.slice(0, 1, dim=0).load(FOUR), [4]), axis=0) < 1.0
 
 
 @gluon.jit
@@ -92,6 +154,8 @@ def hand_over(peak, total, state, finished, taken, pieces):
 
     Rows that saw no key: 0 and -inf.
     """
+    ROWS: gl.constexpr = peak.type.layout
+    total = gl.convert_layout(gl.sum(total, axis=1), ROWS)
     empty = total == 0.0
     norm = gl.where(empty, 0.0, 1.0 / total)
     row_lse = gl.where(empty, -float("inf"), peak + gl.log2(total))
