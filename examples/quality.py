@@ -1,7 +1,7 @@
 """Bits per byte on held-out text: what transformers gets, and what every path here gets from the same weights.
 
     python examples/quality.py
-    python examples/quality.py --device cuda --model DIR --text FILE --tokens 4000
+    python examples/quality.py --device cuda --model DIR --text FILE --tokens 4000 --only "decode, 64"
 
 Teacher-forced: every token but the first is predicted from the text's own tokens before it in its piece. The text is
 cut into pieces for one request at a time, or for 64 at once, and transformers gets the same pieces. The status is 1 if
@@ -232,13 +232,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 (default: heldout.txt in the folder)")
     parser.add_argument("--tokens", type=int, help="only so many (default: all)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", default="", metavar="WORDS", help="only paths whose name holds them (default: all)")
     arguments = parser.parse_args(argv)
+    device = torch.device(arguments.device)
+    chosen = [run for run in runs(device) if arguments.only in run.name]
+    if not chosen:
+        parser.error(f"argument --only: no path has a name with {arguments.only!r}")
     logging.disable_progress_bar()
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
     text = read_text(arguments.text or arguments.model / "heldout.txt", tokenizer)
-    text, device = text.first(arguments.tokens or len(text.tokens)), torch.device(arguments.device)
+    text = text.first(arguments.tokens or len(text.tokens))
     print(HEADER, flush=True)
-    rows = evaluate(arguments.model, text, device, runs(device), lambda row: print(line(row), flush=True))
+    rows = evaluate(arguments.model, text, device, chosen, lambda row: print(line(row), flush=True))
     beyond = [row for row in rows if not row.passes]
     print(f"{len(beyond)} figure(s) beyond their bounds" if beyond else "all figures are within their bounds")
     return 1 if beyond else 0

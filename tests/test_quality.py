@@ -97,6 +97,16 @@ def test_the_status_says_whether_a_figure_is_off(cache, factor, status, monkeypa
     assert printed[4] == ("1 figure(s) beyond their bounds" if status else "all figures are within their bounds")
 
 
+def test_only_chooses_among_the_runs(capsys, monkeypatch):
+    chosen = []
+    monkeypatch.setattr(quality, "evaluate", lambda folder, text, device, runs, report: chosen.extend(runs) or [])
+    assert quality.main(["--device", "cpu", "--only", "decode, 64 request(s), cache fp8 and"]) == 0
+    assert [(run.cache, run.mode) for run in chosen] == [("fp8 and query", mode) for mode in ("eager", "compiled")]
+    with pytest.raises(SystemExit):
+        quality.main(["--device", "cpu", "--only", "decode, 65"])
+    assert "--only: no path has a name with 'decode, 65'" in capsys.readouterr().err
+
+
 def test_runs_cover_paths_caches_and_modes():
     def names(device):
         return {(run.path, run.requests, run.cache, run.mode) for run in quality.runs(torch.device(device))}

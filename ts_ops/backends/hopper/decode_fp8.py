@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -223,28 +224,32 @@ def _sum_values(
         length, first, begin_tile, end_tile, units = piece(
             request, offset, quota, seq_lens, stride_lens, capacity, q_len, window
         )
-        even = gl.full([PAIRS, ROWS], 0.0, gl.float32, layout=SUMS)
-        odd = gl.full([PAIRS, ROWS], 0.0, gl.float32, layout=SUMS)
+        even = warpgroup_mma_init(gl.full([PAIRS, ROWS], 0.0, gl.float32, layout=SUMS))
+        odd = warpgroup_mma_init(gl.full([PAIRS, ROWS], 0.0, gl.float32, layout=SUMS))
         mbarrier.wait(weighed.index(step % STAGES), (step // STAGES) & 1, pred=begin_tile < end_tile)
         next_even, next_odd = _halves(values.index(step % STAGES).slice(0, KEYS, dim=0).permute((1, 0)).load(VALUES))
+        rescale_next = must_rescale(rescaled.index(step % STAGES))
+        last_even = next_even
+        last_odd = next_odd
         for tile in range(begin_tile, end_tile):
             stage = step % STAGES
             latent = values.index(stage)
-            if must_rescale(rescaled.index(stage)):
+            if rescale_next:
+                even, odd = warpgroup_mma_wait(0, deps=(even, odd))
                 rescale = rescales.index(stage).slice(0, ROWS).load(PER_ROW)
-                even = even * rescale[None, :]
-                odd = odd * rescale[None, :]
+                even = warpgroup_mma_init(even * rescale[None, :])
+                odd = warpgroup_mma_init(odd * rescale[None, :])
             weight = weight_buffers.index(stage).slice(0, ROWS, dim=0)
-            last_even = next_even
-            last_odd = next_odd
             for k in gl.static_range(SLICES):
                 part = weight.slice(k * KEYS, KEYS, dim=1).permute((1, 0))
                 even = warpgroup_mma(next_even, part, even, is_async=True)
                 odd = warpgroup_mma(next_odd, part, odd, is_async=True)
-                if k > 0:
-                    last_even, last_odd = warpgroup_mma_wait(2, deps=(last_even, last_odd))
+                # The slice before has been multiplied, and before the first one the last tile.
+                last_even, last_odd = warpgroup_mma_wait(2, deps=(last_even, last_odd))
                 last_even = next_even
                 last_odd = next_odd
+                if k == 0:
+                    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=tile > begin_tile)
                 if k + 1 < SLICES:
                     pairs = latent.slice((k + 1) * KEYS, KEYS, dim=0).permute((1, 0)).load(VALUES)
                     next_even, next_odd = _halves(pairs)
@@ -253,10 +258,11 @@ def _sum_values(
                     later = step + 1
                     mbarrier.wait(weighed.index(later % STAGES), (later // STAGES) & 1, pred=tile + 1 < end_tile)
                     pairs = values.index(later % STAGES).slice(0, KEYS, dim=0).permute((1, 0)).load(VALUES)
+                    rescale_next = must_rescale(rescaled.index(later % STAGES))
                     next_even, next_odd = _halves(pairs)
-            even, odd, last_even, last_odd = warpgroup_mma_wait(0, deps=(even, odd, last_even, last_odd))
-            mbarrier.arrive(empty.index(stage), count=1)
             step += 1
+        even, odd, last_even, last_odd = warpgroup_mma_wait(0, deps=(even, odd, last_even, last_odd))
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=begin_tile < end_tile)
         norm, row_lse = take(state, finished, taken, pieces, ROWS, PER_ROW)
         record_piece(records, batch, workers, request, worker, begin_tile, units, offset, quota, row_tile)
         pieces += 1

@@ -18,7 +18,7 @@ ONE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 EACH_WARP = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 EACH_ROW = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 FOUR = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [8, 1], [1, 0]))
-# Of the accumulators of scores, [TILE, TILE], the rows and the four lanes that share one: where a thread adds weights up.
+# Of the accumulators of scores, [TILE, TILE]: the rows, and the four lanes that share one. There weights are added up.
 QUADS = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[8, 0]], lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], warp_bases=[[16, 0], [32, 0]],
@@ -69,7 +69,7 @@ def _left_and_right(values):
 
 @gluon.jit
 def _row_peaks(scores, LAYOUT: gl.constexpr):
-    """The greatest score of a row. In a thread pairwise: Triton takes one after the other, and each waits for the last."""
+    """The greatest score of a row; pairwise, for Triton takes one after the other, and each waits for the last."""
     for _ in gl.static_range(3):
         left, right = _left_and_right(scores)
         scores = gl.maximum(left, right)
@@ -119,7 +119,7 @@ def clear_unseen(values, first_key, low, high, LAYOUT: gl.constexpr, columns: gl
 
 @gluon.jit
 def _least_of_warp(values):
-    """The least of the rows of a warp, in each of them; of numbers that are not negative, hence in the order of bits."""
+    """The least of a warp's rows, in each of them. Of numbers that are not negative, hence in the order of bits."""
     least = gl.inline_asm_elementwise(
         """{
         .reg .b32 least;
