@@ -140,16 +140,16 @@ def _fp8(problem: Decode, grid: tuple[int, int], block_rows: int, arguments: tup
     two_pairs, four_pairs = _transposed(block_rows)
     decode_fp8_kernel[grid](
         *_cache_boxes(problem, 128, 64), *_query_boxes(problem, 128, 64), *arguments, ROWS=block_rows,
-        PAGE=problem.page_size, STAGES=4, KEYS=16, FULL=problem.q_len * problem.heads % block_rows == 0,
-        WEIGH_REGISTERS=104, TWO_PAIRS=two_pairs, FOUR_PAIRS=four_pairs, num_warps=8, maxnreg=128,
+        PAGE=problem.page_size, FULL=problem.q_len * problem.heads % block_rows == 0, TWO_PAIRS=two_pairs,
+        FOUR_PAIRS=four_pairs, num_warps=8, maxnreg=128,
     )  # fmt: skip
 
 
 def _16bit(problem: Decode, grid: tuple[int, int], block_rows: int, arguments: tuple) -> None:
     decode_16bit_kernel[grid](
         *_cache_boxes(problem, 64), *_query_boxes(problem, 64), *arguments, ROWS=block_rows, PAGE=problem.page_size,
-        BUFFERS=1, FULL=problem.q_len * problem.heads % TILE == 0, WEIGH_REGISTERS=104, FOUR_COLUMNS=FOUR_COLUMNS,
-        EIGHT_COLUMNS=EIGHT_COLUMNS, num_warps=8, maxnreg=128,
+        FULL=problem.q_len * problem.heads % TILE == 0, FOUR_COLUMNS=FOUR_COLUMNS, EIGHT_COLUMNS=EIGHT_COLUMNS,
+        num_warps=8, maxnreg=128,
     )  # fmt: skip
 
 

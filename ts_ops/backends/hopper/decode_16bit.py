@@ -5,7 +5,7 @@ scores and their softmax, and eight (the default partition) multiply the weights
 bounds them, in size and in speed. So a tile's stage is copied and freed in halves of 256 columns, since only two stages
 fit, and the weights are multiplied from registers.
 
-Barriers of a half: `full`, copied; `empty`, both products have read it; of a weights buffer: `weighed`, `read`.
+Barriers of a half: `full`, copied; `empty`, both products have read it; of the weights: `weighed`, `read`.
 """
 
 from triton.experimental import gluon
@@ -37,6 +37,7 @@ from .softmax import (
     EACH_ROW,
     EACH_WARP,
     ONE,
+    REGISTERS,
     bounds,
     clear_unseen,
     hand_over,
@@ -104,10 +105,10 @@ def _copy(shared, PAGE: gl.constexpr):
 
 
 @gluon.jit
-def _weigh(shared, BUFFERS: gl.constexpr):
+def _weigh(shared):
     """The softmax partition: weights of each tile, then 1 / total and the LSE of each piece."""
     (
-        latents, ropes, q_boxes, q_rope, weight_buffers, rescales, rescaled, state, full, weighed, read, query_ready,
+        latents, ropes, q_boxes, q_rope, weight_buffer, rescales, rescaled, state, full, weighed, read, query_ready,
         query_read, finished, taken, plan, lens, first_row, rows, heads, q_len, window, causal, scale_log2,
     ) = shared  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
@@ -137,7 +138,6 @@ def _weigh(shared, BUFFERS: gl.constexpr):
         q_index = zero
         for tile in range(first + begin_tile, first + end_tile):
             stage = step % STAGES
-            buffer = step % BUFFERS
             phase = (step // STAGES) & 1
             first_key = tile * TILE
             q_latent = q_latents.index(q_index)
@@ -160,10 +160,10 @@ def _weigh(shared, BUFFERS: gl.constexpr):
                     clear_unseen(left, first_key, any_low, length, VALUES, HALF, 64)
                     clear_unseen(right, first_key, any_low, length, VALUES, HALF, 64)
             weight, peak, total, rescale = weights(scores, peak, total, scale_log2)
-            if step >= BUFFERS:
-                mbarrier.wait(read.index(buffer), (step // BUFFERS - 1) & 1)
-            weight_buffers.index(buffer).store(weight.to(dtype))
-            publish(rescale, rescales.index(buffer), rescaled.index(buffer), weighed.index(buffer))
+            if step > 0:
+                mbarrier.wait(read, (step - 1) & 1)
+            weight_buffer.store(weight.to(dtype))
+            publish(rescale, rescales, rescaled, weighed)
             step += 1
         if begin_tile >= end_tile:
             mbarrier.arrive(query_read, count=1)
@@ -184,12 +184,11 @@ def _store_half(pointer, values, live_rows, LAYOUT: gl.constexpr, FULL: gl.const
 
 @gluon.jit
 def _sum_values(
-    shared, ROWS: gl.constexpr, BUFFERS: gl.constexpr, FULL: gl.constexpr, FOUR_COLUMNS: gl.constexpr,
-    EIGHT_COLUMNS: gl.constexpr,
+    shared, ROWS: gl.constexpr, FULL: gl.constexpr, FOUR_COLUMNS: gl.constexpr, EIGHT_COLUMNS: gl.constexpr
 ):  # fmt: skip
     """The default partition: the weighted sum of the values of each piece, and its store."""
     (
-        out, lse, wants_lse, partial, partial_lse, records, latents, weight_buffers, rescales, rescaled, state, empty,
+        out, lse, wants_lse, partial, partial_lse, records, latents, weight_buffer, rescales, rescaled, state, empty,
         weighed, read, finished, taken, plan, lens, row_tile, row_tiles, rows, batch, worker, workers, q_len, window,
         output_scale,
     ) = shared  # fmt: skip
@@ -213,14 +212,13 @@ def _sum_values(
         right = gl.full([TILE, HALF], 0.0, gl.float32, layout=SUMS)
         for _ in range(begin_tile, end_tile):
             stage = step % STAGES
-            buffer = step % BUFFERS
-            mbarrier.wait(weighed.index(buffer), (step // BUFFERS) & 1)
-            weight = weight_buffers.index(buffer).load(WEIGHTS)
-            if must_rescale(rescaled.index(buffer)):
-                rescale = rescales.index(buffer).load(PER_ROW)
+            mbarrier.wait(weighed, step & 1)
+            weight = weight_buffer.load(WEIGHTS)
+            if must_rescale(rescaled):
+                rescale = rescales.load(PER_ROW)
                 left = left * rescale[:, None]
                 right = right * rescale[:, None]
-            mbarrier.arrive(read.index(buffer), count=1)
+            mbarrier.arrive(read, count=1)
             left = warpgroup_mma(weight, halves.index(stage * 2), left, is_async=True)
             right = warpgroup_mma(weight, halves.index(stage * 2 + 1), right, is_async=True)
             left = warpgroup_mma_wait(1, deps=(left,))
@@ -260,8 +258,8 @@ def _sum_values(
 def decode_16bit_kernel(
     boxes, query_boxes, block_tables, seq_lens, out, lse, wants_lse, partial, partial_lse, records,
     scale_log2, output_scale, batch, q_len, heads, page_rows, capacity, window, causal, stride_table, stride_lens,
-    ROWS: gl.constexpr, PAGE: gl.constexpr, BUFFERS: gl.constexpr, FULL: gl.constexpr, WEIGH_REGISTERS: gl.constexpr,
-    FOUR_COLUMNS: gl.constexpr, EIGHT_COLUMNS: gl.constexpr,
+    ROWS: gl.constexpr, PAGE: gl.constexpr, FULL: gl.constexpr, FOUR_COLUMNS: gl.constexpr,
+    EIGHT_COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """The grid is (row tiles, workers). The boxes are of the cache and of the query, each as [rows, 576]."""
     PARTS: gl.constexpr = 1 if PAGE >= TILE else TILE // PAGE
@@ -278,21 +276,20 @@ def decode_16bit_kernel(
     ropes = gl.allocate_shared_memory(dtype, [STAGES * PARTS, TILE // PARTS, ROPE], boxes.layout)
     q_latent = gl.allocate_shared_memory(dtype, [RANK // BOX, TILE, BOX], query_boxes.layout)
     q_rope = gl.allocate_shared_memory(dtype, [TILE, ROPE], query_boxes.layout)
-    weight_buffers = gl.allocate_shared_memory(dtype, [BUFFERS, TILE, TILE], SWIZZLED)
-    rescales = gl.allocate_shared_memory(gl.float32, [BUFFERS, TILE], ONE)
-    rescaled = gl.allocate_shared_memory(gl.float32, [BUFFERS, TILE // 4, 4], EACH_WARP)
+    weight_buffer = gl.allocate_shared_memory(dtype, [TILE, TILE], SWIZZLED)
+    rescales = gl.allocate_shared_memory(gl.float32, [TILE], ONE)
+    rescaled = gl.allocate_shared_memory(gl.float32, [TILE // 4, 4], EACH_WARP)
     state = gl.allocate_shared_memory(gl.float32, [2, TILE], ONE)
     full = gl.allocate_shared_memory(gl.int64, [STAGES * 2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES * 2, 1], mbarrier.MBarrierLayout())
-    weighed = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    read = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    weighed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    read = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     once = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     for half in gl.static_range(STAGES * 2):
         mbarrier.init(full.index(half), count=1)
         mbarrier.init(empty.index(half), count=1)
-    for buffer in gl.static_range(BUFFERS):
-        mbarrier.init(weighed.index(buffer), count=1)
-        mbarrier.init(read.index(buffer), count=1)
+    mbarrier.init(weighed, count=1)
+    mbarrier.init(read, count=1)
     for index in gl.static_range(4):
         mbarrier.init(once.index(index), count=1)
     query_ready = once.index(0)
@@ -304,12 +301,12 @@ def decode_16bit_kernel(
     barrier()
     lens = (seq_lens, stride_lens, capacity)
     sums = (
-        out, lse, wants_lse, partial, partial_lse, records, latents, weight_buffers, rescales, rescaled, state, empty,
+        out, lse, wants_lse, partial, partial_lse, records, latents, weight_buffer, rescales, rescaled, state, empty,
         weighed, read, finished, taken, plan, lens, row_tile, row_tiles, rows, batch, worker, workers, q_len, window,
         output_scale,
     )  # fmt: skip
     weigh = (
-        latents, ropes, q_latent, q_rope, weight_buffers, rescales, rescaled, state, full, weighed, read, query_ready,
+        latents, ropes, q_latent, q_rope, weight_buffer, rescales, rescaled, state, full, weighed, read, query_ready,
         query_read, finished, taken, plan, lens, row_tile * ROWS, rows, heads, q_len, window, causal, scale_log2,
     )  # fmt: skip
     copy = (
@@ -318,10 +315,10 @@ def decode_16bit_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_sum_values, (sums, ROWS, BUFFERS, FULL, FOUR_COLUMNS, EIGHT_COLUMNS)),
-            (_weigh, (weigh, BUFFERS)),
+            (_sum_values, (sums, ROWS, FULL, FOUR_COLUMNS, EIGHT_COLUMNS)),
+            (_weigh, (weigh,)),
             (_copy, (copy, PAGE)),
         ],
         [4, 1],
-        [WEIGH_REGISTERS, 24],
+        [REGISTERS, 24],
     )

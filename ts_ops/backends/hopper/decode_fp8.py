@@ -41,6 +41,7 @@ from .softmax import (
     EACH_ROW,
     EACH_WARP,
     ONE,
+    REGISTERS,
     bounds,
     clear_unseen,
     hand_over,
@@ -56,6 +57,8 @@ from .softmax import (
 
 BOX = gl.constexpr(128)  # columns of a TMA copy
 HALF = gl.constexpr(256)  # columns of a sum of products
+STAGES = gl.constexpr(4)
+KEYS = gl.constexpr(16)  # of a slice: as many as a product takes
 
 
 @gluon.jit
@@ -77,7 +80,7 @@ def _halves(pairs):
 
 
 @gluon.jit
-def _copy(shared, PAGE: gl.constexpr, STAGES: gl.constexpr):
+def _copy(shared, PAGE: gl.constexpr):
     """The TMA partition."""
     (
         latent_boxes, rope_boxes, query_boxes, query_rope_boxes, latents, ropes, q_latent, q_rope, full, empty,
@@ -122,7 +125,7 @@ def _copy(shared, PAGE: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _weigh(shared, STAGES: gl.constexpr):
+def _weigh(shared):
     """The softmax partition: weights of each tile, then 1 / total and the LSE of each piece."""
     (
         latents, ropes, q_boxes, q_rope, weight_buffers, rescales, rescaled, state, full, empty, weighed, query_ready,
@@ -197,8 +200,7 @@ def _store_pairs(rows_of_pairs, values, live_rows, LAYOUT: gl.constexpr, FULL: g
 
 @gluon.jit
 def _sum_values(
-    shared, ROWS: gl.constexpr, STAGES: gl.constexpr, KEYS: gl.constexpr, FULL: gl.constexpr,
-    TWO_PAIRS: gl.constexpr, FOUR_PAIRS: gl.constexpr,
+    shared, ROWS: gl.constexpr, FULL: gl.constexpr, TWO_PAIRS: gl.constexpr, FOUR_PAIRS: gl.constexpr
 ):  # fmt: skip
     """The default partition: the weighted sum of the values of each piece, and its store."""
     (
@@ -296,8 +298,8 @@ def _sum_values(
 def decode_fp8_kernel(
     latent_boxes, rope_boxes, query_boxes, query_rope_boxes, block_tables, seq_lens, out, lse, wants_lse, partial,
     partial_lse, records, scale_log2, output_scale, batch, q_len, heads, page_rows, capacity, window, causal,
-    stride_table, stride_lens, ROWS: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, KEYS: gl.constexpr,
-    FULL: gl.constexpr, WEIGH_REGISTERS: gl.constexpr, TWO_PAIRS: gl.constexpr, FOUR_PAIRS: gl.constexpr,
+    stride_table, stride_lens, ROWS: gl.constexpr, PAGE: gl.constexpr, FULL: gl.constexpr,
+    TWO_PAIRS: gl.constexpr, FOUR_PAIRS: gl.constexpr,
 ):  # fmt: skip
     """`out` and `partial` are int32: pairs of columns in bf16 and in fp16.
 
@@ -355,10 +357,10 @@ def decode_fp8_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_sum_values, (sums, ROWS, STAGES, KEYS, FULL, TWO_PAIRS, FOUR_PAIRS)),
-            (_weigh, (weigh, STAGES)),
-            (_copy, (copy, PAGE, STAGES)),
+            (_sum_values, (sums, ROWS, FULL, TWO_PAIRS, FOUR_PAIRS)),
+            (_weigh, (weigh,)),
+            (_copy, (copy, PAGE)),
         ],
         [4, 1],
-        [WEIGH_REGISTERS, 24],
+        [REGISTERS, 24],
     )

@@ -13,6 +13,9 @@ from .plan import TILE
 # The maximum that weights are relative to follows the true one only where it falls behind by a factor of 2^8: weights
 # stay exact in fp16 and bf16 up to there, and the accumulator need not be rescaled at nearly every tile.
 LAZY = gl.constexpr(8.0)
+REGISTERS = gl.constexpr(
+    104
+)  # a thread: the least for which nothing spills in the loop over tiles; the sums need the rest
 # Layouts: of small arrays in shared memory, and, in the partition of sums, of a row a thread and of the four minima.
 ONE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 EACH_WARP = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
