@@ -9,7 +9,7 @@ import re
 
 import pytest
 import torch
-from packaging.version import Version
+from torch.torch_version import TorchVersion
 
 triton = pytest.importorskip("triton")
 
@@ -31,7 +31,7 @@ on_hopper = pytest.mark.skipif(
 )
 # Most bytes of stack a thread. They hold what the set-up of a piece and its store need beside 128 sums a thread; the
 # loop over tiles of keys touches at most LOOP_SPILLS of them.
-STACK, LOOP_SPILLS = 96 if Version(triton.__version__) < Version("3.9") else 128, 2
+STACK, LOOP_SPILLS = 96 if TorchVersion(triton.__version__) < (3, 9) else 128, 2
 # Waits for wgmma in the whole kernel. One that ptxas serialises has a wait for each of its 34 to 52.
 WAITS = {"decode_fp8_kernel": 7, "decode_16bit_kernel": 3}
 

@@ -38,6 +38,7 @@ from .softmax import (
     EACH_WARP,
     ONE,
     REGISTERS,
+    barriers_of_pieces,
     bounds,
     clear_unseen,
     hand_over,
@@ -284,18 +285,12 @@ def decode_16bit_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES * 2, 1], mbarrier.MBarrierLayout())
     weighed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     read = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    once = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     for half in gl.static_range(STAGES * 2):
         mbarrier.init(full.index(half), count=1)
         mbarrier.init(empty.index(half), count=1)
     mbarrier.init(weighed, count=1)
     mbarrier.init(read, count=1)
-    for index in gl.static_range(4):
-        mbarrier.init(once.index(index), count=1)
-    query_ready = once.index(0)
-    query_read = once.index(1)
-    finished = once.index(2)
-    taken = once.index(3)
+    query_ready, query_read, finished, taken = barriers_of_pieces()
     plan = make_plan(worker, workers, seq_lens, stride_lens, batch, capacity, q_len, window, 8)
     ask_for_page(plan, block_tables, stride_table, batch, capacity, PAGE)
     barrier()

@@ -42,6 +42,7 @@ from .softmax import (
     EACH_WARP,
     ONE,
     REGISTERS,
+    barriers_of_pieces,
     bounds,
     clear_unseen,
     hand_over,
@@ -77,6 +78,13 @@ def _halves(pairs):
         }""",
         "=r,=r,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=False, pack=2,
     )  # fmt: skip
+
+
+@gluon.jit
+def _columns(values, step, part: gl.constexpr, LAYOUT: gl.constexpr):
+    """Of KEYS of the keys of a tile [TILE, pairs], transposed: even and odd columns in fp16."""
+    pairs = values.index(step % STAGES).slice(part * KEYS, KEYS, dim=0).permute((1, 0)).load(LAYOUT)
+    return _halves(pairs)
 
 
 @gluon.jit
@@ -229,13 +237,12 @@ def _sum_values(
         even = warpgroup_mma_init(gl.full([PAIRS, ROWS], 0.0, gl.float32, layout=SUMS))
         odd = warpgroup_mma_init(gl.full([PAIRS, ROWS], 0.0, gl.float32, layout=SUMS))
         mbarrier.wait(weighed.index(step % STAGES), (step // STAGES) & 1, pred=begin_tile < end_tile)
-        next_even, next_odd = _halves(values.index(step % STAGES).slice(0, KEYS, dim=0).permute((1, 0)).load(VALUES))
+        next_even, next_odd = _columns(values, step, 0, VALUES)
         rescale_next = must_rescale(rescaled.index(step % STAGES))
         last_even = next_even
         last_odd = next_odd
         for tile in range(begin_tile, end_tile):
             stage = step % STAGES
-            latent = values.index(stage)
             if rescale_next:
                 even, odd = warpgroup_mma_wait(0, deps=(even, odd))
                 rescale = rescales.index(stage).slice(0, ROWS).load(PER_ROW)
@@ -253,15 +260,13 @@ def _sum_values(
                 if k == 0:
                     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=tile > begin_tile)
                 if k + 1 < SLICES:
-                    pairs = latent.slice((k + 1) * KEYS, KEYS, dim=0).permute((1, 0)).load(VALUES)
-                    next_even, next_odd = _halves(pairs)
+                    next_even, next_odd = _columns(values, step, k + 1, VALUES)
                 else:
                     # Of the next tile, if there is one.
                     later = step + 1
                     mbarrier.wait(weighed.index(later % STAGES), (later // STAGES) & 1, pred=tile + 1 < end_tile)
-                    pairs = values.index(later % STAGES).slice(0, KEYS, dim=0).permute((1, 0)).load(VALUES)
+                    next_even, next_odd = _columns(values, later, 0, VALUES)
                     rescale_next = must_rescale(rescaled.index(later % STAGES))
-                    next_even, next_odd = _halves(pairs)
             step += 1
         even, odd, last_even, last_odd = warpgroup_mma_wait(0, deps=(even, odd, last_even, last_odd))
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=begin_tile < end_tile)
@@ -326,17 +331,11 @@ def decode_fp8_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     weighed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    once = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
         mbarrier.init(weighed.index(stage), count=1)
-    for index in gl.static_range(4):
-        mbarrier.init(once.index(index), count=1)
-    query_ready = once.index(0)
-    query_read = once.index(1)
-    finished = once.index(2)
-    taken = once.index(3)
+    query_ready, query_read, finished, taken = barriers_of_pieces()
     plan = make_plan(worker, workers, seq_lens, stride_lens, batch, capacity, q_len, window, 8)
     ask_for_page(plan, block_tables, stride_table, batch, capacity, PAGE)
     barrier()

@@ -13,10 +13,9 @@ from .plan import TILE
 # The maximum that weights are relative to follows the true one only where it falls behind by a factor of 2^8: weights
 # stay exact in fp16 and bf16 up to there, and the accumulator need not be rescaled at nearly every tile.
 LAZY = gl.constexpr(8.0)
-REGISTERS = gl.constexpr(
-    104
-)  # a thread: the least for which nothing spills in the loop over tiles; the sums need the rest
-# Layouts: of small arrays in shared memory, and, in the partition of sums, of a row a thread and of the four minima.
+REGISTERS = gl.constexpr(104)  # a thread of this partition; the sums take what is left
+# Layouts: of small arrays in shared memory, of `rescaled` there, and, in the partition of sums, of a row a thread and
+# of the four minima.
 ONE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 EACH_WARP = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 EACH_ROW = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
@@ -138,7 +137,10 @@ def _least_of_warp(values):
 
 @gluon.jit
 def publish(rescale, rescales, rescaled, weighed):
-    """Tell the sums that a tile's weights, stored before, are there."""
+    """Tell the sums that a tile's weights, stored before, are there.
+
+    `rescaled` [TILE // 4, 4] is told the least of each warp's rows, once for each of them; `must_rescale` reads one.
+    """
     rescales.store(rescale)
     rescaled.store(gl.permute(gl.reshape(_least_of_warp(rescale), [4, TILE // 4]), [1, 0]))
     fence_async_shared()
@@ -149,6 +151,15 @@ def publish(rescale, rescales, rescaled, weighed):
 def must_rescale(rescaled):
     """Whether what `publish` told of a tile asks for any row to be rescaled."""
     return gl.min(gl.reshape(rescaled.slice(0, 1, dim=0).load(FOUR), [4]), axis=0) < 1.0
+
+
+@gluon.jit
+def barriers_of_pieces():
+    """(query_ready, query_read, finished, taken): what is waited for once a piece."""
+    barriers = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(4):
+        mbarrier.init(barriers.index(index), count=1)
+    return barriers.index(0), barriers.index(1), barriers.index(2), barriers.index(3)
 
 
 @gluon.jit
