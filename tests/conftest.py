@@ -8,7 +8,8 @@
   place of the compiled kernels (`tokenspeed_model.py`). In the process that interprets, for the adapter's own launches.
   `tokenspeed-unsplit` is a machine so small that the package's planner never splits the keys.
 - `gpu`: the Triton kernels on the first GPU; marked `gpu`, skipped without one.
-- `hopper`: Hopper's decode on such a GPU; marked `gpu`, skipped on others.
+- `hopper`: Hopper's decode on such a GPU; marked `gpu`, skipped on others. `hopper-fp8-weights` has every case in FP8
+  and allows such weights.
 - `blackwell`: the TokenSpeed kernels themselves; marked `blackwell`, skipped without such a GPU and the package.
 
 A test that takes `target` runs on each; `target.backend` is forced while it runs. The TokenSpeed kernels take fewer
@@ -57,6 +58,8 @@ class Target:
         changes = {name: dim for name, dim in dims.items() if hasattr(case, name)}
         if getattr(case, "query", None) == torch.float32:
             changes["query"] = torch.bfloat16
+        if self.name == "hopper-fp8-weights" and hasattr(case, "query"):
+            changes |= {"query": torch.float8_e4m3fn, "cache": None}
         if self.backend == "hopper" and hasattr(case, "page_size"):
             changes["page_size"] = max(32, case.page_size)
         if self.backend == "tokenspeed" and getattr(case, "dtype", None) in (torch.float32, torch.float16):
@@ -79,6 +82,7 @@ TOKENSPEED = Target("tokenspeed", "tokenspeed", "cpu")  # 148 multiprocessors, s
 UNSPLIT = Target("tokenspeed-unsplit", "tokenspeed", "cpu")  # 1, so that none is
 GPU = Target("gpu", "triton", "cuda")
 HOPPER = Target("hopper", "hopper", "cuda")
+HOPPER_FP8_WEIGHTS = Target("hopper-fp8-weights", "hopper", "cuda")
 BLACKWELL = Target("blackwell", "tokenspeed", "cuda")
 NEED_THE_INTERPRETER = {"target", "install_tokenspeed"}
 SERVED_BY_TOKENSPEED = ("test_laws_decode", "test_laws_prefill", "test_laws_pack")
@@ -104,7 +108,7 @@ def pytest_generate_tests(metafunc):
     cpu = [INTERPRETER] if INTERPRETED else [REFERENCE]
     params = [pytest.param(GPU, id=GPU.name, marks=pytest.mark.gpu)]
     if metafunc.module.__name__ == "test_laws_decode":
-        params.append(pytest.param(HOPPER, id=HOPPER.name, marks=pytest.mark.gpu))
+        params += [pytest.param(place, id=place.name, marks=pytest.mark.gpu) for place in (HOPPER, HOPPER_FP8_WEIGHTS)]
     if metafunc.module.__name__ in SERVED_BY_TOKENSPEED:
         cpu += [TOKENSPEED, UNSPLIT] if INTERPRETED else []
         params.append(pytest.param(BLACKWELL, id=BLACKWELL.name, marks=pytest.mark.blackwell))
@@ -120,10 +124,11 @@ def pytest_collection_modifyitems(config, items):
         for item in interpreted:
             if "target" not in item.fixturenames:
                 item.add_marker(pytest.mark.skip(reason="runs with TRITON_INTERPRET=1"))
+    hopper = {HOPPER.name, HOPPER_FP8_WEIGHTS.name}
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
-        elif HOPPER.name in item.keywords and torch.cuda.get_device_capability() != (9, 0):
+        elif not hopper.isdisjoint(item.keywords) and torch.cuda.get_device_capability() != (9, 0):
             item.add_marker(pytest.mark.skip(reason="needs a GPU of compute capability 9.0"))
         if "grid" in item.keywords and "grid" not in config.option.markexpr:
             item.add_marker(pytest.mark.skip(reason="takes half an hour: run with `pytest -m grid`"))
@@ -148,7 +153,7 @@ def _forced_backend(request):
     target = request.getfixturevalue("target")
     if target in (TOKENSPEED, UNSPLIT):
         request.getfixturevalue("install_tokenspeed")(sms=1 if target == UNSPLIT else 148)
-    with ts_ops.use_backend(target.backend):
+    with ts_ops.use_backend(target.backend), ts_ops.allow_fp8_weights(target == HOPPER_FP8_WEIGHTS):
         yield
 
 

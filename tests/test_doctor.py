@@ -456,10 +456,12 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 def test_as_a_command():
-    result = python("-m", "ts_ops", "doctor", "--json", "--device", "cpu", TS_OPS_BACKEND="reference")
+    settings = dict(TS_OPS_BACKEND="reference", TS_OPS_FP8_WEIGHTS="1")
+    result = python("-m", "ts_ops", "doctor", "--json", "--device", "cpu", **settings)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
-    assert found["settings"]["TS_OPS_BACKEND"]["value"] == "reference"
+    for name, value in settings.items():
+        assert found["settings"][name]["value"] == value
     assert {answer["served_by"] for _, _, answer in answers(found["devices"]["cpu"])} == {"reference"}
 
 

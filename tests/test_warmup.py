@@ -135,6 +135,14 @@ def test_under_capture_what_was_warmed_runs(blackwell):
         decode(2, 1, 32, BF16, 64, 512)
 
 
+def test_a_permission_is_another_warm_up():
+    """With it a backend may compile other kernels."""
+    first = warm(heads=2, max_seq_len=64)
+    with ts_ops.allow_fp8_weights():
+        second, third = warm(heads=2, max_seq_len=64), warm(heads=2, max_seq_len=64)
+    assert first.calls == second.calls > 0 == third.calls
+
+
 def test_layouts_that_a_forced_backend_refuses_are_left_out(blackwell):
     """TokenSpeed decodes aligned caches alone; without force another backend serves the rest. Any other refusal is an
     error."""

@@ -17,6 +17,7 @@ from .ops import (
     mla_prefill,
     mla_prefill_lse,
 )
+from .precision import allow_fp8_weights
 from .warmup import warmup
 from .workspace import workspace_bound
 
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "allocate_kv_cache",
+    "allow_fp8_weights",
     "merge_attn_states",
     "merge_attn_states_n",
     "meta",

@@ -51,6 +51,7 @@ SETTINGS = {
     "TOKENSPEED_MLA_FP16_PARTIALS": "if 1, keeps split-KV partial results of TokenSpeed's decode in fp16: less precise",
     "TS_OPS_BACKEND": "forces this backend; a call that it cannot serve raises",
     "TS_OPS_CHECK": "if 1, checks lengths, page ids, slots and scales before each call: slow, refused under capture",
+    "TS_OPS_FP8_WEIGHTS": "if 1, lets decode of an fp8 query keep its softmax weights in fp8: faster, less precise",
     "TRITON_INTERPRET": "if 1, runs Triton kernels in Triton's interpreter: slow, and wrong in bf16 and fp8",
 }
 

@@ -25,6 +25,7 @@ from .check import capturing
 from .meta.call import PROBLEMS
 from .meta.contract import FP8
 from .meta.schema import NAMESPACE, OPERATORS
+from .precision import fp8_weights_allowed
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": FP8}
 BUFFERS = {operator.name: operator.outs for operator in OPERATORS}
@@ -122,7 +123,8 @@ def warmup(
     After it nothing is compiled for a call with these heads, dims and dtypes, any listed batch size and q_len, any
     lengths, and a `max_seq_len` hint or table capacity up to the one given; whatever the strides and alignment of its
     tensors, and with or without LSE. For merges, cache operators, pack and prefill any number of tokens is in range.
-    Strides and alignments that a forced backend refuses are left out.
+    Strides and alignments that a forced backend refuses are left out. Call it under the backend and permissions
+    (`use_backend`, `allow_fp8_weights`) that the calls will have.
 
     Calling it again with the same arguments costs nothing; threads that call it at once wait for each other.
 
@@ -162,7 +164,7 @@ def warmup(
     device = torch.empty(0, device=device).device  # with its index
     if capturing(device):
         raise RuntimeError("ts_ops.warmup was called under CUDA graph capture: call it before")
-    request = (deployment, device, dispatch.forced())
+    request = (deployment, device, dispatch.forced(), fp8_weights_allowed())
     with _lock:
         if request in _done:
             return Report((), 0, 0.0)

@@ -4,7 +4,8 @@
         [--cases headline|full] [--backends triton ...] [--csv FILE] [--plots FOLDER] [--time-limit SECONDS]
 
 Every result is checked against float64 before it is timed; `cases.py` has the problems, `measure.py` says how times are
-taken, `peers.py` what runs beside ours. Without --backends the backend that serves such calls anyway is timed. Columns
+taken, `peers.py` what runs beside ours. Without --backends the backend that serves such calls anyway is timed;
+hopper-fp8-weights is Hopper's under `ts_ops.allow_fp8_weights`, for decode in FP8. Columns
 of the table: microseconds (median, 10th and 90th percentile); the larger of the floors that bytes and FLOPs set, by the
 copy and the matrix products measured at the start, and its share in the time; the error ||out - ref|| / ||ref||, of all
 that was checked and of the worst row; the ratio of our time to that of the fastest peer of the same dtype. A peer that
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import torch
 from cases import PRESETS
-from measure import DTYPE_NAMES, TABLE_HEAD, Ceilings, CsvFile, Stopwatch, plot, run_case, table_line
+from measure import DTYPE_NAMES, FP8_WEIGHTS, TABLE_HEAD, Ceilings, CsvFile, Stopwatch, plot, run_case, table_line
 from peers import PEERS, Peer
 
 from ts_ops import dispatch
@@ -31,7 +32,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--operators", nargs="+", choices=PEERS, default=list(PEERS), help="default: all")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPE_NAMES, default=list(DTYPE_NAMES), help="default: both")
     parser.add_argument("--cases", choices=PRESETS, help="default: headline, on a CPU tiny")
-    parser.add_argument("--backends", nargs="+", choices=dispatch.BACKENDS, help="of ours, to force and compare")
+    backends = *dispatch.BACKENDS, FP8_WEIGHTS
+    parser.add_argument("--backends", nargs="+", choices=backends, help="of ours, to force and compare")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--repeats", type=int, default=15, help="timed runs of each contender (default: 15)")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="start no case after this time")

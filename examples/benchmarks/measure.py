@@ -24,6 +24,7 @@ from ts_ops import dispatch
 
 DTYPE_NAMES = {"bf16": BF16, "fp8": FP8}
 NAME_OF = {dtype: name for name, dtype in DTYPE_NAMES.items()}
+FP8_WEIGHTS = "hopper-fp8-weights"  # the backend `hopper` under `ts_ops.allow_fp8_weights`
 WARM_UPS = 2
 
 
@@ -194,10 +195,13 @@ class Declined(Exception):
 
 
 def our_call(case, inputs, backend: str | None) -> tuple[Callable, str]:
-    """A call through one backend, and the backend's name; Declined with the reason where it does not serve."""
+    """A call through one backend, and the contender's name; Declined with the reason where it does not serve."""
     operator, args, options = case.arguments(inputs)
     problem, function = PROBLEMS[operator](*args, **options), getattr(ts_ops, operator)
-    name = backend or dispatch.choice(operator, problem)
+    fp8_weights = backend == FP8_WEIGHTS
+    if fp8_weights and (operator != "mla_decode" or inputs.cache.dtype != FP8):
+        raise Declined("only decode in FP8 has weights in FP8")
+    name = "hopper" if fp8_weights else backend or dispatch.choice(operator, problem)
     if name is None:
         reasons = dispatch.why_not(operator, problem)
         raise Declined("; ".join(f"{other}: {reason}" for other, reason in reasons.items() if reason))
@@ -205,11 +209,11 @@ def our_call(case, inputs, backend: str | None) -> tuple[Callable, str]:
         raise Declined(reason)
 
     def call():
-        with ts_ops.use_backend(name):
+        with ts_ops.use_backend(name), ts_ops.allow_fp8_weights(fp8_weights):
             result = function(*args, **options)
         return inputs.cache if result is None else result
 
-    return call, name
+    return call, backend if fp8_weights else name
 
 
 def run_case(
@@ -285,7 +289,7 @@ def compare(row: Row, rows: list[Row]) -> None:
 
 
 TABLE_HEAD = (
-    f"{'case':27}{'dtype':6}{'contender':18}{'how':10}{'µs':>9}{'p10':>9}{'p90':>9}{'floor':>9} {'by':6}{'share':>6}"
+    f"{'case':27}{'dtype':6}{'contender':26}{'how':10}{'µs':>9}{'p10':>9}{'p90':>9}{'floor':>9} {'by':6}{'share':>6}"
     f"{'TB/s':>6}{'TFLOP/s':>8}{'error':>9}{'worst':>9}{'ratio':>7}  against, notes"
 )
 
@@ -294,7 +298,7 @@ def table_line(row: Row) -> str:
     def cell(value: float | None, form: str, width: int) -> str:
         return f"{'' if value is None else format(value, form):>{width}}"
 
-    line = f"{row.case:27}{row.dtype:6}{row.contender:18}"
+    line = f"{row.case:27}{row.dtype:6}{row.contender:26}"
     if row.median_us is None:
         return line + row.note
     by = "bytes" if row.bytes_floor_us >= row.flops_floor_us else "FLOPs"

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...meta.contract import FP8, HALVES, Decode
+from ...precision import fp8_weights_allowed
 from ...workspace import sm_count
 from ..triton.launch import LOG2_E, SMALLEST_NORMAL, device_index, on_device, variants_of
 from . import plan
@@ -137,11 +138,12 @@ mla_decode_lse = mla_decode
 
 
 def _fp8(problem: Decode, grid: tuple[int, int], block_rows: int, arguments: tuple) -> None:
-    two_pairs, four_pairs = _transposed(block_rows)
+    weights, pairs = (gl.float8e4nv, 128) if fp8_weights_allowed() else (gl.float16, 256)
+    two_pairs, four_pairs = _transposed(pairs, block_rows)
     decode_fp8_kernel[grid](
         *_cache_boxes(problem, 128, 64), *_query_boxes(problem, 128, 64), *arguments, ROWS=block_rows,
-        PAGE=problem.page_size, FULL=problem.q_len * problem.heads % block_rows == 0, TWO_PAIRS=two_pairs,
-        FOUR_PAIRS=four_pairs, num_warps=8, maxnreg=128,
+        PAGE=problem.page_size, FULL=problem.q_len * problem.heads % block_rows == 0, WEIGHTS=weights,
+        TWO_PAIRS=two_pairs, FOUR_PAIRS=four_pairs, num_warps=8, maxnreg=128,
     )  # fmt: skip
 
 
@@ -171,17 +173,17 @@ EIGHT_COLUMNS = gl.DistributedLinearLayout(
 
 
 @functools.cache
-def _transposed(rows: int) -> tuple[gl.DistributedLinearLayout, gl.DistributedLinearLayout]:
-    """The same for 256 pairs of columns and `rows` rows: two pairs of fp32, and from there on four pairs of bf16."""
-    others = [[0, 1 << bit] for bit in range(3, rows.bit_length() - 1)] + [[128, 0]]
+def _transposed(pairs: int, rows: int) -> tuple[gl.DistributedLinearLayout, gl.DistributedLinearLayout]:
+    """The same for `pairs` of columns and `rows`: two pairs of fp32, and from there on four pairs of bf16."""
+    others = [[0, 1 << bit] for bit in range(3, rows.bit_length() - 1)] + [[128, 0]] * (pairs == 256)
     warps = [[16, 0], [32, 0], [64, 0]]
     two = gl.DistributedLinearLayout(
         reg_bases=[[1, 0], [8, 0], *others], lane_bases=[[0, 2], [0, 4], [0, 1], [2, 0], [4, 0]],
-        warp_bases=warps, block_bases=[], shape=[256, rows],
+        warp_bases=warps, block_bases=[], shape=[pairs, rows],
     )  # fmt: skip
     four = gl.DistributedLinearLayout(
         reg_bases=[[1, 0], [2, 0], *others], lane_bases=[[0, 2], [0, 4], [0, 1], [8, 0], [4, 0]],
-        warp_bases=warps, block_bases=[], shape=[256, rows],
+        warp_bases=warps, block_bases=[], shape=[pairs, rows],
     )  # fmt: skip
     return two, four
 

@@ -20,6 +20,7 @@ from ..triton.launch import LN_2
 from .dialect import barrier, tma_load, view
 from .partials import store_words, words_of_16bit
 from .plan import (
+    HALF,
     RANK,
     ROPE,
     TILE,
@@ -52,7 +53,6 @@ from .softmax import (
     weights,
 )
 
-HALF = gl.constexpr(256)
 BOX = gl.constexpr(64)  # columns of a TMA copy
 STAGES = gl.constexpr(2)
 

@@ -1,5 +1,7 @@
 """MLA decode on SM90 for an FP8 query over an FP8 cache: scores in FP8, weights and values in FP16.
 
+With weights in FP8 too, where the caller allows it, the partitions of fp8_weights.py take the place of two here.
+
 wgmma takes FP8 operands from shared memory only along the reduction; values lie the other way. So the output is
 computed transposed, outᵀ = Vᵀ Pᵀ, with Vᵀ as the operand that comes from registers: a cache tile read as 16-bit pairs
 of columns is transposed by ldmatrix on its way there, and a pair becomes two fp16 numbers, exactly. Even and odd
@@ -21,9 +23,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..triton.launch import LN_2
+from . import fp8_weights
 from .dialect import barrier, tma_load, view
-from .partials import store_words, words_of_fp8
+from .fp8_weights import STAGES
+from .partials import store_pairs, store_partial_pairs
 from .plan import (
+    HALF,
     RANK,
     ROPE,
     TILE,
@@ -50,15 +55,12 @@ from .softmax import (
     must_rescale,
     no_weights,
     publish,
-    store,
     take,
     unknown_zero,
     weights,
 )
 
 BOX = gl.constexpr(128)  # columns of a TMA copy
-HALF = gl.constexpr(256)  # columns of a sum of products
-STAGES = gl.constexpr(4)
 KEYS = gl.constexpr(16)  # of a slice: as many as a product takes
 
 
@@ -198,15 +200,6 @@ def _weigh(shared):
 
 
 @gluon.jit
-def _store_pairs(rows_of_pairs, values, live_rows, LAYOUT: gl.constexpr, FULL: gl.constexpr):
-    """[pairs, rows] transposed to memory, 16 bytes a store; within a warp, so that no shared memory is needed."""
-    values = gl.convert_layout(values, LAYOUT)
-    pair = gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, LAYOUT))
-    row = gl.arange(0, values.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    store(rows_of_pairs + row[None, :] * values.shape[0] + pair[:, None], values, (row < live_rows)[None, :], FULL)
-
-
-@gluon.jit
 def _sum_values(
     shared, ROWS: gl.constexpr, FULL: gl.constexpr, TWO_PAIRS: gl.constexpr, FOUR_PAIRS: gl.constexpr
 ):  # fmt: skip
@@ -278,23 +271,12 @@ def _sum_values(
         if (begin_tile == 0) & (last_worker(worker, units, offset, quota) == worker):
             if wants_lse != 0:
                 gl.store(lse + flat_row + lse_row, row_lse * LN_2, mask=lse_row < live_rows)
-            norm = norm * output_scale
-            halves = gl.inline_asm_elementwise(
-                "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even * norm[None, :], odd * norm[None, :]],
-                dtype=gl.int32, is_pure=True, pack=1,
-            )  # fmt: skip
-            halves = gl.convert_layout(halves, TWO_PAIRS)
-            _store_pairs(out + flat_row * (RANK // 2), halves, live_rows, FOUR_PAIRS, FULL)
+            result = out + flat_row * (RANK // 2)
+            store_pairs(result, even, odd, norm * output_scale, live_rows, TWO_PAIRS, FOUR_PAIRS, FULL)
         else:
             slot_row = first_slot_row(worker, begin_tile, row_tile, row_tiles, ROWS)
             gl.store(partial_lse + slot_row + lse_row, row_lse, mask=lse_row < live_rows)
-            words = gl.inline_asm_elementwise(
-                "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even * norm[None, :], odd * norm[None, :]],
-                dtype=gl.int32, is_pure=True, pack=1,
-            )  # fmt: skip
-            index = words_of_fp8(gl.arange(0, PAIRS, layout=gl.SliceLayout(1, SUMS)), tile_row)
-            everywhere = gl.full([PAIRS, ROWS], 1, gl.int32, layout=SUMS)
-            store_words(partial + slot_row * PAIRS, index, words, everywhere, SUMS)
+            store_partial_pairs(partial + slot_row * PAIRS, even, odd, norm, tile_row, 0, SUMS)
         offset -= units
         request += 1
 
@@ -303,7 +285,7 @@ def _sum_values(
 def decode_fp8_kernel(
     latent_boxes, rope_boxes, query_boxes, query_rope_boxes, block_tables, seq_lens, out, lse, wants_lse, partial,
     partial_lse, records, scale_log2, output_scale, batch, q_len, heads, page_rows, capacity, window, causal,
-    stride_table, stride_lens, ROWS: gl.constexpr, PAGE: gl.constexpr, FULL: gl.constexpr,
+    stride_table, stride_lens, ROWS: gl.constexpr, PAGE: gl.constexpr, FULL: gl.constexpr, WEIGHTS: gl.constexpr,
     TWO_PAIRS: gl.constexpr, FOUR_PAIRS: gl.constexpr,
 ):  # fmt: skip
     """`out` and `partial` are int32: pairs of columns in bf16 and in fp16.
@@ -324,17 +306,22 @@ def decode_fp8_kernel(
     ropes = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * PARTS, TILE // PARTS, ROPE], rope_boxes.layout)
     q_latent = gl.allocate_shared_memory(gl.float8e4nv, [RANK // BOX, TILE, BOX], query_boxes.layout)
     q_rope = gl.allocate_shared_memory(gl.float8e4nv, [TILE, ROPE], query_rope_boxes.layout)
-    weight_buffers = gl.allocate_shared_memory(gl.float16, [STAGES, TILE, TILE], gl.NVMMASharedLayout(128, 16, 2))
-    rescales = gl.allocate_shared_memory(gl.float32, [STAGES, TILE], ONE)
-    rescaled = gl.allocate_shared_memory(gl.float32, [STAGES, TILE // 4, 4], EACH_WARP)
+    BITS: gl.constexpr = WEIGHTS.primitive_bitwidth
+    BUFFERS: gl.constexpr = fp8_weights.BUFFERS if WEIGHTS == gl.float8e4nv else STAGES
+    weight_buffers = gl.allocate_shared_memory(
+        WEIGHTS, [BUFFERS, TILE, TILE], gl.NVMMASharedLayout(TILE * BITS // 8, BITS, 2)
+    )
+    rescales = gl.allocate_shared_memory(gl.float32, [BUFFERS, TILE], ONE)
+    rescaled = gl.allocate_shared_memory(gl.float32, [BUFFERS, TILE // 4, 4], EACH_WARP)
     state = gl.allocate_shared_memory(gl.float32, [2, TILE], ONE)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    weighed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    weighed = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
-        mbarrier.init(weighed.index(stage), count=1)
+    for buffer in gl.static_range(BUFFERS):
+        mbarrier.init(weighed.index(buffer), count=1)
     query_ready, query_read, finished, taken = barriers_of_pieces()
     plan = make_plan(worker, workers, seq_lens, stride_lens, batch, capacity, q_len, window, 8)
     ask_for_page(plan, block_tables, stride_table, batch, capacity, PAGE)
@@ -354,12 +341,23 @@ def decode_fp8_kernel(
         query_ready, query_read, block_tables, stride_table, page_rows, plan, lens, row_tile * ROWS, rows, q_len,
         window,
     )  # fmt: skip
-    gl.warp_specialize(
-        [
-            (_sum_values, (sums, ROWS, FULL, TWO_PAIRS, FOUR_PAIRS)),
-            (_weigh, (weigh,)),
-            (_copy, (copy, PAGE)),
-        ],
-        [4, 1],
-        [REGISTERS, 24],
-    )
+    if WEIGHTS == gl.float8e4nv:
+        gl.warp_specialize(
+            [
+                (fp8_weights.sum_values, (sums, ROWS, FULL, TWO_PAIRS, FOUR_PAIRS)),
+                (fp8_weights.weigh, (weigh,)),
+                (_copy, (copy, PAGE)),
+            ],
+            [4, 1],
+            [fp8_weights.REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_sum_values, (sums, ROWS, FULL, TWO_PAIRS, FOUR_PAIRS)),
+                (_weigh, (weigh,)),
+                (_copy, (copy, PAGE)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )

@@ -1,8 +1,8 @@
-"""Partial results in scratch: where they lie, and their store.
+"""Partial results in scratch: where they lie, and their store; the store of FP8's results.
 
-They lie as the accumulators lie in registers, so that a thread stores 16 bytes at a time and exchanges nothing first.
-Rows come in pairs, [pair of rows, 2 * words a row] for the rows of a block, and four words next to each other are of
-one thread. Bits of a word's index, from the lowest:
+Partial results lie as the accumulators lie in registers, so that a thread stores 16 bytes at a time and exchanges
+nothing first. Rows come in pairs, [pair of rows, 2 * words a row] for the rows of a block, and four words next to each
+other are of one thread. Bits of a word's index, from the lowest:
 
 - BF16 and FP16: words are fp32. Bit 0 of the column, which row, bits 1 to 8 of the column. Of 16 rows, r and r + 8 are
   a pair.
@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .plan import RANK
+from .softmax import store
 
 
 @gluon.jit
@@ -47,6 +48,33 @@ def store_words(block, index, words, live, LAYOUT: gl.constexpr):
         [words, gl.full(shape, block.to(gl.int64), gl.int64, layout=LAYOUT), index, live],
         dtype=gl.int32, is_pure=False, pack=4,
     )  # fmt: skip
+
+
+@gluon.jit
+def store_partial_pairs(block, even, odd, norm, row, first_pair: gl.constexpr, LAYOUT: gl.constexpr):
+    """[pairs of columns, rows] from `first_pair` on, in fp16."""
+    words = gl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even * norm[None, :], odd * norm[None, :]],
+        dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+    pair = first_pair + gl.arange(0, words.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    everywhere = gl.full(words.shape, 1, gl.int32, layout=LAYOUT)
+    store_words(block, words_of_fp8(pair, row), words, everywhere, LAYOUT)
+
+
+@gluon.jit
+def store_pairs(
+    rows_of_pairs, even, odd, norm, live_rows, TWO_PAIRS: gl.constexpr, FOUR_PAIRS: gl.constexpr, FULL: gl.constexpr
+):  # fmt: skip
+    """[pairs of columns, rows] transposed to rows of bf16, 16 bytes a store; rearranged within a warp."""
+    pairs = gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even * norm[None, :], odd * norm[None, :]],
+        dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+    pairs = gl.convert_layout(gl.convert_layout(pairs, TWO_PAIRS), FOUR_PAIRS)
+    pair = gl.arange(0, pairs.shape[0], layout=gl.SliceLayout(1, FOUR_PAIRS))
+    row = gl.arange(0, pairs.shape[1], layout=gl.SliceLayout(0, FOUR_PAIRS))
+    store(rows_of_pairs + row[None, :] * (RANK // 2) + pair[:, None], pairs, (row < live_rows)[None, :], FULL)
 
 
 @triton.jit

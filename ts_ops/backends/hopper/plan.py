@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 TILE = gl.constexpr(64)
 RANK = gl.constexpr(512)  # columns of a cache row: latents,
 ROPE = gl.constexpr(64)  # and rope
+HALF = gl.constexpr(256)  # columns of a sum of products
 CHUNK = gl.constexpr(64)  # requests looked at together
 MIN_TILES = gl.constexpr(2)  # a smaller piece costs more in the combine than it saves
 UNLIMITED = gl.constexpr(1 << 30)

@@ -13,6 +13,8 @@ from .plan import TILE
 # The maximum that weights are relative to follows the true one only where it falls behind by a factor of 2^8: weights
 # stay exact in fp16 and bf16 up to there, and the accumulator need not be rescaled at nearly every tile.
 LAZY = gl.constexpr(8.0)
+# In FP8 they are relative to 2^-4 of the maximum, when it is followed: the least normal e4m3 is 2^-6, the greatest 448.
+FP8_HEADROOM = gl.constexpr(4.0)
 REGISTERS = gl.constexpr(104)  # a thread of this partition; the sums take what is left
 # Layouts: of small arrays in shared memory, of `rescaled` there, and, in the partition of sums, of a row a thread and
 # of the four minima.
@@ -64,7 +66,7 @@ def hide_unseen(scores, key, low, high):
 
 
 @gluon.jit
-def _left_and_right(values):
+def left_and_right(values):
     """The halves of the columns, in the registers that hold them."""
     return gl.split(gl.permute(gl.reshape(values, [values.shape[0], 2, values.shape[1] // 2]), [0, 2, 1]))
 
@@ -73,7 +75,7 @@ def _left_and_right(values):
 def _row_peaks(scores, LAYOUT: gl.constexpr):
     """The greatest score of a row; pairwise, for Triton takes one after the other, and each waits for the last."""
     for _ in gl.static_range(3):
-        left, right = _left_and_right(scores)
+        left, right = left_and_right(scores)
         scores = gl.maximum(left, right)
     return gl.convert_layout(gl.max(scores, axis=1), LAYOUT)
 
@@ -85,9 +87,9 @@ def no_weights():
 
 
 @gluon.jit
-def _add_weights(total, rescale, weight):
+def add_weights(total, rescale, weight):
     for _ in gl.static_range(3):
-        left, right = _left_and_right(weight)
+        left, right = left_and_right(weight)
         weight = left + right
     even, odd = gl.split(gl.reshape(weight, [TILE, 4, 2]))
     rescale = gl.convert_layout(rescale, gl.SliceLayout(1, QUADS))
@@ -95,17 +97,23 @@ def _add_weights(total, rescale, weight):
 
 
 @gluon.jit
-def weights(scores, peak, total, scale_log2):
-    """exp2 of the scaled scores relative to `peak`, which may grow -> (weights, peak, total, rescale)."""
+def follow(scores, peak, scale_log2, HEADROOM: gl.constexpr):
+    """What weights of these scores are relative to, which may grow -> (peak, the same but finite, rescale)."""
     ROWS: gl.constexpr = peak.type.layout
     tile_peak = _row_peaks(scores, ROWS) * scale_log2
-    peak_then = gl.where(tile_peak > peak + LAZY, tile_peak, peak)
+    peak_then = gl.where(tile_peak > peak + LAZY, tile_peak - HEADROOM, peak)
     shift = gl.where(peak_then == -float("inf"), 0.0, peak_then)  # a row that has seen no key yet
     rescale = gl.exp2(peak - shift)
-    weight = gl.exp2(scores * scale_log2 - shift[:, None])
     # What has been summed is 0 where the peak was -inf: nothing to rescale.
-    rescale = gl.where(peak == -float("inf"), 1.0, rescale)
-    return weight, peak_then, _add_weights(total, rescale, weight), rescale
+    return peak_then, shift, gl.where(peak == -float("inf"), 1.0, rescale)
+
+
+@gluon.jit
+def weights(scores, peak, total, scale_log2):
+    """exp2 of the scaled scores relative to `peak`, which may grow -> (weights, peak, total, rescale)."""
+    peak, shift, rescale = follow(scores, peak, scale_log2, 0.0)
+    weight = gl.exp2(scores * scale_log2 - shift[:, None])
+    return weight, peak, add_weights(total, rescale, weight), rescale
 
 
 @gluon.jit
