@@ -189,28 +189,30 @@ def test_scratch_is_within_the_bound():
             for q_len in (1, 2, 5, 8):
                 for batch in (1, 2, 64, 5000):
                     if math.ceil(q_len * heads / 64) <= sms:
-                        used = 4 * sum(decode.scratch_sizes(batch, q_len * heads, sms, words=512))
+                        used = 4 * sum(decode.scratch_sizes(batch, q_len * heads, sms))
                         assert used <= HOPPER_BYTES_PER_SM * sms
                         most = max(most, used / (HOPPER_BYTES_PER_SM * sms))
     assert most > 0.99
 
 
-@pytest.mark.parametrize("paired", [False, True], ids=["16-bit", "fp8"])
-def test_partial_results_are_looked_for_where_they_are_stored(paired, monkeypatch):
-    """What decode stores of a row and a column, combine takes for theirs; four words a thread are neighbours."""
-    monkeypatch.setattr(partials, "RANK", 512)
-    rows, columns = torch.arange(64), torch.arange(256 if paired else 512)
-    if paired:
+@pytest.mark.parametrize("transposed", [False, True], ids=["16-bit", "fp8"])
+def test_partial_results_are_looked_for_where_they_are_stored(transposed, monkeypatch):
+    """What decode stores of a row and two columns, combine takes for theirs; four words of a thread are neighbours."""
+    monkeypatch.setattr(partials, "WORDS", 256)
+    rows, columns = torch.arange(64), torch.arange(256)
+    if transposed:
         words = partials.words_of_fp8.fn(columns, rows).T
-        four = words[0::2, :].unflatten(1, (-1, 2, 8))[:, :, 0], words[1::2, :].unflatten(1, (-1, 2, 8))[:, :, 0]
+        four = words.unflatten(1, (-1, 2, 8)).unflatten(0, (-1, 2)).permute(1, 3, 0, 2, 4)
     else:
         words = partials.words_of_16bit.fn(rows, columns)
-        four = words.unflatten(0, (-1, 2, 8))[:, 0, :, 0::2], words.unflatten(0, (-1, 2, 8))[:, 0, :, 1::2]
-    assert (four[0] % 4 == 0).all() and torch.equal(four[1], four[0] + 1)
+        four = words.unflatten(1, (-1, 2, 4)).unflatten(0, (-1, 2, 8)).permute(1, 4, 0, 2, 3, 5)
+    first = four[0, 0]
+    assert (first % 4 == 0).all()
+    assert torch.equal(four.flatten(0, 1), torch.stack([first, first + 2, first + 1, first + 3]))
 
     pairs = torch.arange(32)
-    first, second = partials.rows_of_pair.fn(pairs, paired)
-    is_second, column = partials.place_of_word.fn(torch.arange(2 * len(columns)), paired)
+    first, second = partials.rows_of_pair.fn(pairs, transposed)
+    is_second, column = partials.place_of_word.fn(torch.arange(2 * len(columns)), transposed)
     row = torch.where(is_second[None, :], second[:, None], first[:, None])
     assert torch.equal(words[row, column.expand_as(row)].flatten(), torch.arange(words.numel()))
 

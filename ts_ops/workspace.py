@@ -12,9 +12,9 @@ import torch
 
 # 64 partial rows of 513 fp32 numbers (a 512-wide output and its LSE) for every multiprocessor: one M64 tile each. The
 # TokenSpeed kernels attain this bound and never exceed it, nor does Triton's decode. On Hopper a multiprocessor leaves
-# two such tiles, at the ends of its range of keys, and a record of three numbers.
+# two such tiles, at the ends of its range of keys, in 16 bits a number, and a record of three numbers.
 BYTES_PER_SM = 64 * 513 * 4
-HOPPER_BYTES_PER_SM = 2 * BYTES_PER_SM + 3 * 4
+HOPPER_BYTES_PER_SM = 2 * 64 * 257 * 4 + 3 * 4
 
 
 @cache

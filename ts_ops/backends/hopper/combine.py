@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait as wait_for_kernel_before
 
 from ..triton.launch import LN_2
-from .partials import place_of_word, rows_of_pair
+from .partials import WORDS, place_of_word, rows_of_pair
 
 
 @triton.jit
@@ -30,22 +30,34 @@ def _scale_and_lse(peak, total, output_scale):
 
 
 @triton.jit
-def _halves(words):
-    """Two fp16 of a word, in fp32."""
-    low = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    return low, (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+def _numbers(words, BF16: tl.constexpr):
+    """The two numbers of a word, in fp32."""
+    if BF16:
+        low = (words << 16).to(tl.float32, bitcast=True)
+        high = (words & -65536).to(tl.float32, bitcast=True)
+    else:
+        low = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def _word(low, high, BF16: tl.constexpr):
+    dtype: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
+    low = low.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return low | (high.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
 
 @triton.jit(do_not_specialize=["records", "lse", "wants_lse", "partial_lse", "output_scale", "rows", "row_tiles"])
 def combine_kernel(
     records, partial, partial_lse, out, lse, wants_lse, output_scale, rows, row_tiles, ROWS: tl.constexpr,
-    WORDS: tl.constexpr, PART: tl.constexpr, PER_PROGRAM: tl.constexpr, CHUNK: tl.constexpr,
+    TRANSPOSED: tl.constexpr, FROM_BF16: tl.constexpr, TO_BF16: tl.constexpr, PART: tl.constexpr,
+    PER_PROGRAM: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """With LSE and without are one variant, for another may add in another order.
+    """`partial` and `out` are int32: two columns in bf16 or fp16.
 
-    Of FP8 `partial` and `out` are int32: pairs of fp16, and of bf16.
+    With LSE and without are one variant, for another may add in another order.
     """
-    PAIRED: tl.constexpr = partial.dtype.element_ty == tl.int32
     PARTS: tl.constexpr = 2 * WORDS // PART
     wait_for_kernel_before()
     record = records + tl.program_id(1) * 3
@@ -56,12 +68,12 @@ def combine_kernel(
         pieces = last_piece - first_piece + 1
         part = tl.program_id(0) % PARTS
         word = part * PART + tl.arange(0, PART)
-        of_second, column = place_of_word(word, PAIRED)
+        of_second, column = place_of_word(word, TRANSPOSED)
         begin = tl.program_id(0) // PARTS * PER_PROGRAM
         for pair in range(begin, tl.minimum(begin + PER_PROGRAM, row_tiles * (ROWS // 2))):
             row_tile = pair // (ROWS // 2)
             in_tile = pair % (ROWS // 2)
-            first, second = rows_of_pair(in_tile, PAIRED)
+            first, second = rows_of_pair(in_tile, TRANSPOSED)
             first_row = row_tile * ROWS + first
             second_row = row_tile * ROWS + second
             first_peak = tl.full([], float("-inf"), tl.float32)
@@ -84,23 +96,15 @@ def combine_kernel(
                 other, second_peak, second_total, rescale_other = _states(second_lses, second_peak, second_total)
                 weights = tl.where(of_second[None, :], other[:, None], weights[:, None])
                 rescale = tl.where(of_second, rescale_other, rescale)
-                if PAIRED:
-                    even, odd = _halves(values)
-                    sums = sums * rescale + tl.sum(even * weights, axis=0)
-                    odd_sums = odd_sums * rescale + tl.sum(odd * weights, axis=0)
-                else:
-                    sums = sums * rescale + tl.sum(values * weights, axis=0)
+                even, odd = _numbers(values, FROM_BF16)
+                sums = sums * rescale + tl.sum(even * weights, axis=0)
+                odd_sums = odd_sums * rescale + tl.sum(odd * weights, axis=0)
             first_scale, first_lse = _scale_and_lse(first_peak, first_total, output_scale)
             second_scale, second_lse = _scale_and_lse(second_peak, second_total, output_scale)
             scale = tl.where(of_second, second_scale, first_scale)
             row = tl.where(of_second, second_row, first_row)
             flat_row = request * rows + row
-            if PAIRED:
-                low = (sums * scale).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-                high = (odd_sums * scale).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16
-                results = low | high
-            else:
-                results = (sums * scale).to(out.dtype.element_ty)
+            results = _word(sums * scale, odd_sums * scale, TO_BF16)
             tl.store(out + flat_row * WORDS + column, results, row < rows)
             if (wants_lse != 0) & (part == 0):
                 tl.store(lse + request * rows + first_row, first_lse, first_row < rows)

@@ -13,12 +13,12 @@ from ...meta.contract import FP8, HALVES, Decode
 from ...precision import fp8_weights_allowed
 from ...workspace import sm_count
 from ..triton.launch import LOG2_E, SMALLEST_NORMAL, device_index, on_device, variants_of
-from . import plan
+from . import partials, plan
 from .combine import combine_kernel
 from .decode_16bit import decode_16bit_kernel
 from .decode_fp8 import decode_fp8_kernel
 
-TILE, RANK, ROPE = plan.TILE.value, plan.RANK.value, plan.ROPE.value
+TILE, RANK, ROPE, WORDS = plan.TILE.value, plan.RANK.value, plan.ROPE.value, partials.WORDS.value
 PAGES = (32, 64, 128)
 ALIGNMENT = 16  # bytes, of what TMA reads and of what is written
 LEAST_COMBINES = 512  # programs of combine.py that fill a GPU
@@ -78,28 +78,26 @@ def tiles(rows: int, sms: int) -> tuple[int, int, int]:
 
 
 @functools.cache
-def combine_grid(block_rows: int, row_tiles: int, records: int, workers: int, words: int) -> tuple[tuple, dict]:
-    """The grid of combine.py and its constants, for partial results of so many words a row."""
+def combine_grid(block_rows: int, row_tiles: int, records: int, workers: int) -> tuple[tuple, dict]:
+    """The grid of combine.py, and constants that follow from it."""
     pairs = row_tiles * block_rows // 2
     # As many pieces of a request at once as an even plan makes of it, if they are not too many, and 8192 words.
     pieces = min(max(triton.next_power_of_2(workers // records), 2), 32)
-    parts = 2 * words // min(2 * words, 8192 // pieces)
-    while pairs * records * parts < LEAST_COMBINES and parts < 2 * words // 64:
+    parts = 2 * WORDS // min(2 * WORDS, 8192 // pieces)
+    while pairs * records * parts < LEAST_COMBINES and parts < 2 * WORDS // 64:
         parts *= 2
     # Of many requests most are whole, and their programs cost only their launch.
     per_program = 4 if pairs * records * parts > 8 * LEAST_COMBINES else 1
-    constants = {
-        "ROWS": block_rows, "WORDS": words, "PART": 2 * words // parts, "PER_PROGRAM": per_program, "CHUNK": pieces,
-    }  # fmt: skip
+    constants = {"ROWS": block_rows, "PART": 2 * WORDS // parts, "PER_PROGRAM": per_program, "CHUNK": pieces}
     return (triton.cdiv(pairs, per_program) * parts, records), constants
 
 
 @functools.cache
-def scratch_sizes(batch: int, rows: int, sms: int, words: int) -> tuple[int, int, int]:
+def scratch_sizes(batch: int, rows: int, sms: int) -> tuple[int, int, int]:
     """4-byte words of partial results, two of a block each (see plan.py), of their LSEs, and of records."""
     block_rows, row_tiles, workers = tiles(rows, sms)
     states = 2 * workers * row_tiles * block_rows
-    return states * words, states, 3 * min(batch, workers)
+    return states * WORDS, states, 3 * min(batch, workers)
 
 
 def mla_decode(problem: Decode, out: Tensor, lse: Tensor | None = None) -> None:
@@ -111,26 +109,26 @@ def mla_decode(problem: Decode, out: Tensor, lse: Tensor | None = None) -> None:
     rows, tables = problem.q_len * problem.heads, problem.block_tables
     sms = sm_count(problem.device)
     block_rows, row_tiles, workers = tiles(rows, sms)
-    paired = problem.query.dtype == FP8  # two columns a word, see partials.py
-    words = RANK // 2 if paired else RANK
-    sizes = scratch_sizes(problem.batch, rows, sms, words)
+    dtype = problem.query.dtype
+    sizes = scratch_sizes(problem.batch, rows, sms)
     scratch = torch.empty(sum(sizes), dtype=torch.int32, device=problem.device)
     partial, partial_lse, records = scratch.split(sizes)
     partial_lse = partial_lse.view(torch.float32)
-    out, partial = (out.view(torch.int32), partial) if paired else (out, partial.view(torch.float32))
-    results = out, partial_lse if lse is None else lse, int(lse is not None)
+    words = out.view(torch.int32)
+    lse, wants_lse = (partial_lse, 0) if lse is None else (lse, 1)
     arguments = (
-        tables, problem.seq_lens, *results, partial, partial_lse, records, problem.softmax_scale * LOG2_E,
-        problem.output_scale, problem.batch, problem.q_len, problem.heads, _page_rows(problem), problem.capacity,
-        min(problem.window_left, problem.capacity + problem.q_len), int(problem.is_causal), tables.stride(0),
-        problem.seq_lens.stride(0),
+        tables, problem.seq_lens, words if dtype == FP8 else out, lse, wants_lse, partial, partial_lse, records,
+        problem.softmax_scale * LOG2_E, problem.output_scale, problem.batch, problem.q_len, problem.heads,
+        _page_rows(problem), problem.capacity, min(problem.window_left, problem.capacity + problem.q_len),
+        int(problem.is_causal), tables.stride(0), problem.seq_lens.stride(0),
     )  # fmt: skip
-    grid, constants = combine_grid(block_rows, row_tiles, min(problem.batch, workers), workers, words)
+    grid, constants = combine_grid(block_rows, row_tiles, min(problem.batch, workers), workers)
     with on_device(problem.device):
-        LAUNCH[problem.query.dtype](problem, (row_tiles, workers), block_rows, arguments)
+        LAUNCH[dtype](problem, (row_tiles, workers), block_rows, arguments)
         combine_kernel[grid](
-            records, partial, partial_lse, *results, problem.output_scale, rows, row_tiles, **constants, num_warps=4,
-            launch_pdl=True,
+            records, partial, partial_lse, words, lse, wants_lse, problem.output_scale, rows, row_tiles,
+            TRANSPOSED=dtype == FP8, FROM_BF16=dtype == torch.bfloat16, TO_BF16=dtype != torch.float16, **constants,
+            num_warps=4, launch_pdl=True,
         )  # fmt: skip
 
 

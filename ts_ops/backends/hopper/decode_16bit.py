@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..triton.launch import LN_2
 from .dialect import barrier, tma_load, view
-from .partials import store_words, words_of_16bit
+from .partials import WORDS, store_words, words_of_16bit
 from .plan import (
     HALF,
     RANK,
@@ -184,6 +184,22 @@ def _store_half(pointer, values, live_rows, LAYOUT: gl.constexpr, FULL: gl.const
 
 
 @gluon.jit
+def _store_partial_half(block, values, first_pair: gl.constexpr, ROWS: gl.constexpr, dtype: gl.constexpr):
+    """[rows, HALF], from `first_pair` of the columns on."""
+    low, high = gl.split(gl.reshape(values, [TILE, HALF // 2, 2]))
+    pairs: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    words = gl.inline_asm_elementwise(
+        "cvt.rn." + pairs + ".f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+    )
+    LAYOUT: gl.constexpr = words.type.layout
+    row = gl.arange(0, TILE, layout=gl.SliceLayout(1, LAYOUT))
+    pair = first_pair + gl.arange(0, HALF // 2, layout=gl.SliceLayout(0, LAYOUT))
+    index = words_of_16bit(row, pair)
+    within = (row < ROWS).to(gl.int32)[:, None] + index * 0
+    store_words(block, index, words, within, LAYOUT)
+
+
+@gluon.jit
 def _sum_values(
     shared, ROWS: gl.constexpr, FULL: gl.constexpr, FOUR_COLUMNS: gl.constexpr, EIGHT_COLUMNS: gl.constexpr
 ):  # fmt: skip
@@ -199,7 +215,6 @@ def _sum_values(
     seq_lens, stride_lens, capacity = lens
     first_request, end_request, offset, quota = plan
     halves = view(latents, latents.dtype, [STAGES * 2, TILE, HALF], gl.NVMMASharedLayout(128, 16, 2))
-    tile_row = gl.arange(0, TILE, layout=PER_ROW)
     lse_row = gl.arange(0, TILE, layout=EACH_ROW)
     step = first_request * 0
     pieces = first_request * 0
@@ -244,13 +259,9 @@ def _sum_values(
         else:
             slot_row = first_slot_row(worker, begin_tile, row_tile, row_tiles, ROWS)
             gl.store(partial_lse + slot_row + lse_row, row_lse, mask=lse_row < live_rows)
-            block = partial + slot_row * RANK
-            index = words_of_16bit(tile_row, gl.arange(0, HALF, layout=gl.SliceLayout(0, SUMS)))
-            within = (tile_row < ROWS).to(gl.int32)[:, None] + index * 0
-            words = (left * norm[:, None]).to(gl.int32, bitcast=True)
-            store_words(block, index, words, within, SUMS)
-            words = (right * norm[:, None]).to(gl.int32, bitcast=True)
-            store_words(block + 2 * HALF, index, words, within, SUMS)
+            block = partial + slot_row * WORDS
+            _store_partial_half(block, left * norm[:, None], 0, ROWS, out.dtype.element_ty)
+            _store_partial_half(block, right * norm[:, None], HALF // 2, ROWS, out.dtype.element_ty)
         offset -= units
         request += 1
 

@@ -1,13 +1,14 @@
 """Partial results in scratch: where they lie, and their store; the store of FP8's results.
 
-Partial results lie as the accumulators lie in registers, so that a thread stores 16 bytes at a time and exchanges
-nothing first. Rows come in pairs, [pair of rows, 2 * words a row] for the rows of a block, and four words next to each
-other are of one thread. Bits of a word's index, from the lowest:
+A word is two columns of a row in 16 bits: in the query's dtype, or of FP8 in fp16, which holds any mean of e4m3 values.
+Words lie as the accumulators lie in registers, so that a thread stores 16 bytes at a time and exchanges nothing first.
+Rows come in pairs, [pair of rows, 2 * WORDS] for the rows of a block, and four words next to each other are of one
+thread. Bits of a word's index, from the lowest:
 
-- BF16 and FP16: words are fp32. Bit 0 of the column, which row, bits 1 to 8 of the column. Of 16 rows, r and r + 8 are
-  a pair.
-- FP8: words are two columns in fp16, which holds any mean of e4m3 values. Which row, bit 3 of the pair of columns, its
-  bits 0 to 2, its bits 4 to 7. Rows 2r and 2r + 1 are a pair.
+- BF16 and FP16: which row, bit 2 of the pair of columns, its bits 0 and 1, its bits 3 to 7. Of 16 rows, r and r + 8
+  are a pair.
+- FP8, transposed: which row, bit 3 of the pair of columns, its bits 0 to 2, its bits 4 to 7. Rows 2r and 2r + 1 are a
+  pair.
 """
 
 import triton
@@ -18,19 +19,21 @@ from triton.experimental.gluon import language as gl
 from .plan import RANK
 from .softmax import store
 
+WORDS = gl.constexpr(256)  # a row
+
 
 @gluon.jit
-def words_of_16bit(row, column):
-    """Index of the words [rows, columns] in a block."""
-    in_row = (row // 16 * 8 + row % 8) * (2 * RANK) + row // 8 % 2 * 2
-    return in_row[:, None] + (column % 2 + column // 2 * 4)[None, :]
+def words_of_16bit(row, pair):
+    """Index of the words [rows, pairs of columns] in a block."""
+    in_row = (row // 16 * 8 + row % 8) * (2 * WORDS) + row // 8 % 2
+    return in_row[:, None] + (pair // 4 % 2 * 2 + pair % 4 * 4 + pair // 8 * 16)[None, :]
 
 
 @gluon.jit
 def words_of_fp8(pair, row):
     """Index of the words [pairs of columns, rows] in a block."""
     in_row = pair // 8 % 2 * 2 + pair % 8 * 4 + pair // 16 * 32
-    return in_row[:, None] + (row // 2 * RANK + row % 2)[None, :]
+    return in_row[:, None] + (row // 2 * (2 * WORDS) + row % 2)[None, :]
 
 
 @gluon.jit
@@ -78,9 +81,9 @@ def store_pairs(
 
 
 @triton.jit
-def rows_of_pair(pair, PAIRED: tl.constexpr):
-    """The two rows of a block whose words are in `pair`; PAIRED: of FP8."""
-    if PAIRED:
+def rows_of_pair(pair, TRANSPOSED: tl.constexpr):
+    """The two rows of a block whose words are in `pair`."""
+    if TRANSPOSED:
         first = pair * 2
         second = first + 1
     else:
@@ -90,12 +93,10 @@ def rows_of_pair(pair, PAIRED: tl.constexpr):
 
 
 @triton.jit
-def place_of_word(word, PAIRED: tl.constexpr):
-    """(is it the second row's, column or pair of columns) of a word of a pair of rows."""
-    if PAIRED:
-        second = word % 2
-        column = word // 4 % 8 + word // 2 % 2 * 8 + word // 32 * 16
+def place_of_word(word, TRANSPOSED: tl.constexpr):
+    """(is it the second row's, pair of columns) of a word of a pair of rows."""
+    if TRANSPOSED:
+        pair = word // 4 % 8 + word // 2 % 2 * 8 + word // 32 * 16
     else:
-        second = word // 2 % 2
-        column = word % 2 + word // 4 * 2
-    return second != 0, column
+        pair = word // 4 % 4 + word // 2 % 2 * 4 + word // 16 * 8
+    return word % 2 != 0, pair
