@@ -17,7 +17,7 @@ def _permitted(setting: str) -> bool:
 
 
 class _Allowed(threading.local):
-    fp8_weights: bool = _permitted(os.environ.get("TS_OPS_FP8_WEIGHTS", "0"))
+    fp8_weights: bool = _permitted(os.environ.get("TS_OPS_FP8_WEIGHTS") or "0")
 
 
 _allowed = _Allowed()

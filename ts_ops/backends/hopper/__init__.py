@@ -1,8 +1,9 @@
 """MLA decode for compute capability 9.0, in Triton's Gluon dialect.
 
-decode.py says what is taken and launches a kernel, decode_fp8.py or decode_16bit.py, and combine.py after it. The two
-share plan.py (which keys a block works on), softmax.py, partials.py (where partial results lie), and dialect.py (names
-that differ between Triton's versions).
+decode.py says what is taken and launches a kernel, decode_fp8.py or decode_16bit.py, and combine.py after it; of
+decode_fp8.py, fp8_weights.py is the part that differs where softmax weights may be FP8. They share plan.py (which keys
+a block works on), softmax.py, partials.py (where partial results lie), and dialect.py (names that differ between
+Triton's versions).
 """
 
 import functools
