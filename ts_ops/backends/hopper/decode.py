@@ -194,7 +194,7 @@ def _page_rows(problem: Decode) -> int:
 
 def _row_stride(query: Tensor) -> int:
     """The stride of the rows [B * q_len * H]; 0 if they have no one stride."""
-    if math.prod(query.shape[:3]) == 1:
+    if query.is_contiguous() or math.prod(query.shape[:3]) == 1:
         return query.shape[3]
     try:
         return query.view(-1, query.shape[3]).stride(0)
