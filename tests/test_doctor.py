@@ -172,7 +172,7 @@ def test_json_keys(machine, report, text):
     assert (first["multiprocessors"], first["memory"]) == (132, 80 * 2**30)
     assert found["devices"]["cuda:1"]["capability"] == [10, 0]
     assert "cuda:1: NVIDIA Example, compute capability 10.0, 132 SMs, 80.0 GiB, workspace_bound 17,335," in text()[1]
-    assert first["workspace_bound"] == ts_ops.workspace_bound("cuda:0") == 132 * (2 * 131_328 + 12)
+    assert first["workspace_bound"] == ts_ops.workspace_bound("cuda:0") == 132 * (131_584 + 12)
     assert found["devices"]["cuda:1"]["workspace_bound"] == 132 * 131_328
     for key in (*found, *found["versions"].keys() & {"cuda"}, *DEVICE_KEYS, "served_by", "reasons"):
         assert re.search(rf"\b{key}\b", doctor.__doc__), f"{key} is not documented"
