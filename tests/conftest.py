@@ -84,7 +84,7 @@ GPU = Target("gpu", "triton", "cuda")
 HOPPER = Target("hopper", "hopper", "cuda")
 HOPPER_FP8_WEIGHTS = Target("hopper-fp8-weights", "hopper", "cuda")
 BLACKWELL = Target("blackwell", "tokenspeed", "cuda")
-NEED_THE_INTERPRETER = {"target", "install_tokenspeed"}
+NEED_THE_INTERPRETER = {"target", "install_tokenspeed", "interpreted"}
 SERVED_BY_TOKENSPEED = ("test_laws_decode", "test_laws_prefill", "test_laws_pack")
 
 
@@ -155,6 +155,11 @@ def _forced_backend(request):
         request.getfixturevalue("install_tokenspeed")(sms=1 if target == UNSPLIT else 148)
     with ts_ops.use_backend(target.backend), ts_ops.allow_fp8_weights(target == HOPPER_FP8_WEIGHTS):
         yield
+
+
+@pytest.fixture
+def interpreted():
+    """Triton's kernels run on CPU tensors: for a test of one of them, without a backend around it."""
 
 
 @pytest.fixture

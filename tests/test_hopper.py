@@ -1,7 +1,8 @@
 """Hopper's decode compiles as it should, says what it takes, stays within its scratch, and shares out any batch.
 
 Laws are tested in test_laws_decode.py, target `hopper`. Here, on a CPU: wgmma that ptxas would run one at a time,
-partitions that spill in their loops, shared memory; the reasons of `why_not`. On such a GPU: the split plan.
+partitions that spill in their loops, shared memory; the reasons of `why_not`. In Triton's interpreter: the merge of
+pieces. On such a GPU: the split plan.
 """
 
 import math
@@ -21,7 +22,7 @@ import ts_ops  # noqa: E402
 from conftest import HOPPER, HOPPER_FP8_WEIGHTS  # noqa: E402
 from cross_compile import MAX_SHARED, compiled_by  # noqa: E402
 from ts_ops.backends import hopper  # noqa: E402
-from ts_ops.backends.hopper import decode, partials  # noqa: E402
+from ts_ops.backends.hopper import combine, decode, partials  # noqa: E402
 from ts_ops.workspace import HOPPER_BYTES_PER_SM  # noqa: E402
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -215,6 +216,42 @@ def test_partial_results_are_looked_for_where_they_are_stored(transposed, monkey
     is_second, column = partials.place_of_word.fn(torch.arange(2 * len(columns)), transposed)
     row = torch.where(is_second[None, :], second[:, None], first[:, None])
     assert torch.equal(words[row, column.expand_as(row)].flatten(), torch.arange(words.numel()))
+
+
+@pytest.mark.parametrize("rows, chunk", [(5, 2), (5, 8), (70, 8)])
+@pytest.mark.parametrize("dtype", [FP8, FP16, BF16], ids=["fp8", "fp16", "bf16"])
+def test_pieces_are_combined(dtype, rows, chunk, interpreted, monkeypatch):
+    """Of one request workers 1 to 4 have a piece, of another 4 to 7; a third is whole, and its rows are not touched."""
+    monkeypatch.setattr(combine, "wait_for_kernel_before", lambda: None)
+    monkeypatch.setattr(partials, "WORDS", 256)
+    stored = FP16 if dtype == FP8 else dtype
+    block_rows, row_tiles, workers = decode.tiles(rows, SMS)
+    records = torch.tensor([[2, 1, 4], [1, 0, 0], [0, 4, 7]], dtype=torch.int32)
+    values = torch.randn(2 * workers, row_tiles, block_rows, 512).to(stored)
+    lses = torch.randn(2 * workers, row_tiles, block_rows) * 5
+    lses[2 * 2, :, :3] = -math.inf  # a piece in which rows saw nothing
+    lses[:, :, 1] = -math.inf
+    row, pair = torch.arange(block_rows), torch.arange(256)
+    place = partials.words_of_fp8.fn(pair, row).T if dtype == FP8 else partials.words_of_16bit.fn(row, pair)
+    words = torch.empty(2 * workers, row_tiles, block_rows * 256, dtype=torch.int32)
+    words[:, :, place.flatten()] = values.view(torch.int32).flatten(2)
+    out = torch.full((3, rows, 512), 7.0, dtype=FP16 if dtype == FP16 else BF16)
+    lse = torch.full((3, rows), 7.0)
+    pairs = row_tiles * block_rows // 2
+    combine.combine_kernel[2 * triton.cdiv(pairs, 4), 3](
+        records, words, lses, out.view(torch.int32), lse, 1, 1.5, rows, row_tiles, TRANSPOSED=dtype == FP8,
+        FROM_BF16=stored == BF16, TO_BF16=out.dtype == BF16, ROWS=block_rows, PART=256, PER_PROGRAM=4, CHUNK=chunk,
+    )  # fmt: skip
+    assert (out[1] == 7).all() and (lse[1] == 7).all()
+    for request, first, last in ((2, 1, 4), (0, 4, 7)):
+        slots = torch.tensor([2 * first + 1, *range(2 * first + 2, 2 * last + 1, 2)])
+        pieces = values[slots].flatten(1, 2)[:, :rows].double()
+        states = lses[slots].flatten(1, 2)[:, :rows].double() * math.log(2)
+        expected_lse = states.logsumexp(0)
+        expected = 1.5 * (pieces * (states - expected_lse).exp().nan_to_num(0)[..., None]).sum(0)
+        tolerance = 2**-10 if out.dtype == FP16 else 2**-7  # the interpreter truncates to bf16
+        torch.testing.assert_close(out[request].double(), expected, rtol=tolerance, atol=1e-4)
+        oracle.assert_lse_close(lse[request], expected_lse, 1e-5)
 
 
 @pytest.mark.gpu
