@@ -218,14 +218,14 @@ def test_partial_results_are_looked_for_where_they_are_stored(transposed, monkey
     assert torch.equal(words[row, column.expand_as(row)].flatten(), torch.arange(words.numel()))
 
 
-@pytest.mark.parametrize("rows, chunk", [(5, 2), (5, 8), (70, 8)])
+@pytest.mark.parametrize("rows, row_tiles, chunk", [(5, 1, 2), (5, 1, 8), (20, 2, 8)])
 @pytest.mark.parametrize("dtype", [FP8, FP16, BF16], ids=["fp8", "fp16", "bf16"])
-def test_pieces_are_combined(dtype, rows, chunk, interpreted, monkeypatch):
+def test_pieces_are_combined(dtype, rows, row_tiles, chunk, interpreted, monkeypatch):
     """Of one request workers 1 to 4 have a piece, of another 4 to 7; a third is whole, and its rows are not touched."""
     monkeypatch.setattr(combine, "wait_for_kernel_before", lambda: None)
     monkeypatch.setattr(partials, "WORDS", 256)
     stored = FP16 if dtype == FP8 else dtype
-    block_rows, row_tiles, workers = decode.tiles(rows, SMS)
+    block_rows, workers = 16, 8
     records = torch.tensor([[2, 1, 4], [1, 0, 0], [0, 4, 7]], dtype=torch.int32)
     values = torch.randn(2 * workers, row_tiles, block_rows, 512).to(stored)
     lses = torch.randn(2 * workers, row_tiles, block_rows) * 5
