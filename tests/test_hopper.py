@@ -34,7 +34,7 @@ on_hopper = pytest.mark.skipif(
 # loop over tiles of keys touches at most LOOP_SPILLS of them.
 STACK, LOOP_SPILLS = 96 if TorchVersion(triton.__version__) < (3, 9) else 128, 2
 # Waits for wgmma in the whole kernel, at most. One that ptxas serialises has a wait for each of its 34 to 52.
-WAITS = {"decode_fp8_kernel": 8, "decode_16bit_kernel": 3}
+WAITS = {"decode_fp8_kernel": 7, "decode_16bit_kernel": 3}
 
 
 @pytest.fixture
@@ -78,10 +78,10 @@ def test_compiles_for_sm_90(dtype, heads, page_size, with_lse, fp8_weights, no_g
     assert decode.why_not(asked) is None
     outputs = asked.allocate()
     with ts_ops.allow_fp8_weights(fp8_weights):
-        kernel, combine = compiled_by(90, lambda: decode.mla_decode(asked, *outputs))
+        kernel, merge = compiled_by(90, lambda: decode.mla_decode(asked, *outputs))
     assert kernel.shared <= MAX_SHARED[90]  # a change of layout that goes through shared memory would not fit
-    assert kernel.stack <= STACK and combine.stack <= 8
-    assert len(re.findall("WARPGROUP.DEPBAR", kernel.sass)) <= WAITS[kernel.name]
+    assert kernel.stack <= STACK and merge.stack <= 8
+    assert len(re.findall("WARPGROUP.DEPBAR", kernel.sass)) <= WAITS[kernel.name] + fp8_weights
     loops = sorted(tile_loops(kernel.sass), key=len)
     # Scores, and sums of values; around scores with weights in FP8 the loop over pieces, which asks for the first ones.
     assert len(loops) == 2 + fp8_weights

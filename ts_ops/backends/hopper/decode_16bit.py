@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..triton.launch import LN_2
 from .dialect import barrier, tma_load, view
-from .partials import WORDS, store_words, words_of_16bit
+from .partials import WORDS, store_words, word, words_of_16bit
 from .plan import (
     HALF,
     RANK,
@@ -28,14 +28,13 @@ from .plan import (
     ask_for,
     ask_for_page,
     first_slot_row,
-    last_worker,
+    is_whole,
     make_plan,
     piece,
     record_piece,
     start_records,
 )
 from .softmax import (
-    EACH_ROW,
     EACH_WARP,
     ONE,
     REGISTERS,
@@ -48,6 +47,7 @@ from .softmax import (
     no_weights,
     publish,
     store,
+    store_lse,
     take,
     unknown_zero,
     weights,
@@ -187,10 +187,7 @@ def _store_half(pointer, values, live_rows, LAYOUT: gl.constexpr, FULL: gl.const
 def _store_partial_half(block, values, first_pair: gl.constexpr, ROWS: gl.constexpr, dtype: gl.constexpr):
     """[rows, HALF], from `first_pair` of the columns on."""
     low, high = gl.split(gl.reshape(values, [TILE, HALF // 2, 2]))
-    pairs: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
-    words = gl.inline_asm_elementwise(
-        "cvt.rn." + pairs + ".f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
-    )
+    words = word(low, high, dtype)
     LAYOUT: gl.constexpr = words.type.layout
     row = gl.arange(0, TILE, layout=gl.SliceLayout(1, LAYOUT))
     pair = first_pair + gl.arange(0, HALF // 2, layout=gl.SliceLayout(0, LAYOUT))
@@ -215,7 +212,6 @@ def _sum_values(
     seq_lens, stride_lens, capacity = lens
     first_request, end_request, offset, quota = plan
     halves = view(latents, latents.dtype, [STAGES * 2, TILE, HALF], gl.NVMMASharedLayout(128, 16, 2))
-    lse_row = gl.arange(0, TILE, layout=EACH_ROW)
     step = first_request * 0
     pieces = first_request * 0
     start_records(records, batch, workers, worker, row_tile)
@@ -247,9 +243,9 @@ def _sum_values(
         pieces += 1
         flat_row = request.to(gl.int64) * rows + row_tile * ROWS
         live_rows = gl.minimum(rows - row_tile * ROWS, ROWS)
-        if (begin_tile == 0) & (last_worker(worker, units, offset, quota) == worker):
+        if is_whole(worker, begin_tile, units, offset, quota):
             if wants_lse != 0:
-                gl.store(lse + flat_row + lse_row, row_lse * LN_2, mask=lse_row < live_rows)
+                store_lse(lse + flat_row, row_lse * LN_2, live_rows)
             scale = (norm * output_scale)[:, None]
             result = out + flat_row * RANK
             left_half = gl.convert_layout((left * scale).to(out.dtype.element_ty), FOUR_COLUMNS)
@@ -258,7 +254,7 @@ def _sum_values(
             _store_half(result + HALF, right_half, live_rows, EIGHT_COLUMNS, FULL)
         else:
             slot_row = first_slot_row(worker, begin_tile, row_tile, row_tiles, ROWS)
-            gl.store(partial_lse + slot_row + lse_row, row_lse, mask=lse_row < live_rows)
+            store_lse(partial_lse + slot_row, row_lse, live_rows)
             block = partial + slot_row * WORDS
             _store_partial_half(block, left * norm[:, None], 0, ROWS, out.dtype.element_ty)
             _store_partial_half(block, right * norm[:, None], HALF // 2, ROWS, out.dtype.element_ty)

@@ -25,8 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..triton.launch import LN_2
 from . import fp8_weights
 from .dialect import barrier, tma_load, view
-from .fp8_weights import STAGES
-from .partials import store_pairs, store_partial_pairs
+from .fp8_weights import BOX, STAGES
+from .partials import WORDS, store_pairs, store_partial_pairs
 from .plan import (
     HALF,
     RANK,
@@ -36,14 +36,13 @@ from .plan import (
     ask_for,
     ask_for_page,
     first_slot_row,
-    last_worker,
+    is_whole,
     make_plan,
     piece,
     record_piece,
     start_records,
 )
 from .softmax import (
-    EACH_ROW,
     EACH_WARP,
     ONE,
     REGISTERS,
@@ -55,12 +54,12 @@ from .softmax import (
     must_rescale,
     no_weights,
     publish,
+    store_lse,
     take,
     unknown_zero,
     weights,
 )
 
-BOX = gl.constexpr(128)  # columns of a TMA copy
 KEYS = gl.constexpr(16)  # of a slice: as many as a product takes
 
 
@@ -218,7 +217,6 @@ def _sum_values(
     first_request, end_request, offset, quota = plan
     values = view(latents, gl.int16, [STAGES, TILE, RANK // 2], gl.NVMMASharedLayout(128, 16, 2))
     tile_row = gl.arange(0, ROWS, layout=PER_ROW)
-    lse_row = gl.arange(0, ROWS, layout=EACH_ROW)
     step = first_request * 0
     pieces = first_request * 0
     start_records(records, batch, workers, worker, row_tile)
@@ -268,15 +266,15 @@ def _sum_values(
         pieces += 1
         flat_row = request.to(gl.int64) * rows + row_tile * ROWS
         live_rows = gl.minimum(rows - row_tile * ROWS, ROWS)
-        if (begin_tile == 0) & (last_worker(worker, units, offset, quota) == worker):
+        if is_whole(worker, begin_tile, units, offset, quota):
             if wants_lse != 0:
-                gl.store(lse + flat_row + lse_row, row_lse * LN_2, mask=lse_row < live_rows)
-            result = out + flat_row * (RANK // 2)
+                store_lse(lse + flat_row, row_lse * LN_2, live_rows)
+            result = out + flat_row * WORDS
             store_pairs(result, even, odd, norm * output_scale, live_rows, TWO_PAIRS, FOUR_PAIRS, FULL)
         else:
             slot_row = first_slot_row(worker, begin_tile, row_tile, row_tiles, ROWS)
-            gl.store(partial_lse + slot_row + lse_row, row_lse, mask=lse_row < live_rows)
-            store_partial_pairs(partial + slot_row * PAIRS, even, odd, norm, tile_row, 0, SUMS)
+            store_lse(partial_lse + slot_row, row_lse, live_rows)
+            store_partial_pairs(partial + slot_row * WORDS, even, odd, norm, tile_row, 0, SUMS)
         offset -= units
         request += 1
 
@@ -307,7 +305,8 @@ def decode_fp8_kernel(
     q_latent = gl.allocate_shared_memory(gl.float8e4nv, [RANK // BOX, TILE, BOX], query_boxes.layout)
     q_rope = gl.allocate_shared_memory(gl.float8e4nv, [TILE, ROPE], query_rope_boxes.layout)
     BITS: gl.constexpr = WEIGHTS.primitive_bitwidth
-    BUFFERS: gl.constexpr = fp8_weights.BUFFERS if WEIGHTS == gl.float8e4nv else STAGES
+    IN_FP8: gl.constexpr = WEIGHTS == gl.float8e4nv
+    BUFFERS: gl.constexpr = fp8_weights.BUFFERS if IN_FP8 else STAGES
     weight_buffers = gl.allocate_shared_memory(
         WEIGHTS, [BUFFERS, TILE, TILE], gl.NVMMASharedLayout(TILE * BITS // 8, BITS, 2)
     )
@@ -341,23 +340,12 @@ def decode_fp8_kernel(
         query_ready, query_read, block_tables, stride_table, page_rows, plan, lens, row_tile * ROWS, rows, q_len,
         window,
     )  # fmt: skip
-    if WEIGHTS == gl.float8e4nv:
-        gl.warp_specialize(
-            [
-                (fp8_weights.sum_values, (sums, ROWS, FULL, TWO_PAIRS, FOUR_PAIRS)),
-                (fp8_weights.weigh, (weigh,)),
-                (_copy, (copy, PAGE)),
-            ],
-            [4, 1],
-            [fp8_weights.REGISTERS, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_sum_values, (sums, ROWS, FULL, TWO_PAIRS, FOUR_PAIRS)),
-                (_weigh, (weigh,)),
-                (_copy, (copy, PAGE)),
-            ],
-            [4, 1],
-            [REGISTERS, 24],
-        )
+    gl.warp_specialize(
+        [
+            (fp8_weights.sum_values if IN_FP8 else _sum_values, (sums, ROWS, FULL, TWO_PAIRS, FOUR_PAIRS)),
+            (fp8_weights.weigh if IN_FP8 else _weigh, (weigh,)),
+            (_copy, (copy, PAGE)),
+        ],
+        [4, 1],
+        [fp8_weights.REGISTERS if IN_FP8 else REGISTERS, 24],
+    )

@@ -21,10 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..triton.launch import LN_2
 from .dialect import view
-from .partials import store_pairs, store_partial_pairs
-from .plan import HALF, RANK, ROPE, TILE, first_slot_row, last_worker, piece, record_piece, start_records
+from .partials import WORDS, store_pairs, store_partial_pairs
+from .plan import HALF, RANK, ROPE, TILE, first_slot_row, is_whole, piece, record_piece, start_records
 from .softmax import (
-    EACH_ROW,
     FP8_HEADROOM,
     add_weights,
     bounds,
@@ -36,6 +35,7 @@ from .softmax import (
     must_rescale,
     no_weights,
     publish,
+    store_lse,
     take,
     unknown_zero,
 )
@@ -43,7 +43,7 @@ from .softmax import (
 STAGES = gl.constexpr(4)
 BUFFERS = gl.constexpr(5)  # of weights
 REGISTERS = gl.constexpr(128)  # a thread of the softmax
-BOX = gl.constexpr(128)  # columns of the parts of a score
+BOX = gl.constexpr(128)  # columns of a TMA copy
 BLOCK = gl.constexpr(16)  # keys that ldmatrix transposes at once
 KEYS = gl.constexpr(32)  # of a slice: as many as a product takes
 
@@ -204,7 +204,6 @@ def sum_values(
     first_request, end_request, offset, quota = plan
     values = view(latents, gl.int16, [STAGES, TILE, RANK // 2], gl.NVMMASharedLayout(128, 16, 2))
     tile_row = gl.arange(0, ROWS, layout=PER_ROW)
-    lse_row = gl.arange(0, ROWS, layout=EACH_ROW)
     step = first_request * 0
     pieces = first_request * 0
     start_records(records, batch, workers, worker, row_tile)
@@ -263,17 +262,17 @@ def sum_values(
         pieces += 1
         flat_row = request.to(gl.int64) * rows + row_tile * ROWS
         live_rows = gl.minimum(rows - row_tile * ROWS, ROWS)
-        if (begin_tile == 0) & (last_worker(worker, units, offset, quota) == worker):
+        if is_whole(worker, begin_tile, units, offset, quota):
             if wants_lse != 0:
-                gl.store(lse + flat_row + lse_row, row_lse * LN_2, mask=lse_row < live_rows)
+                store_lse(lse + flat_row, row_lse * LN_2, live_rows)
             norm = norm * output_scale
-            result = out + flat_row * (RANK // 2)
+            result = out + flat_row * WORDS
             store_pairs(result, left_even, left_odd, norm, live_rows, TWO_PAIRS, FOUR_PAIRS, FULL)
             store_pairs(result + PAIRS, right_even, right_odd, norm, live_rows, TWO_PAIRS, FOUR_PAIRS, FULL)
         else:
             slot_row = first_slot_row(worker, begin_tile, row_tile, row_tiles, ROWS)
-            gl.store(partial_lse + slot_row + lse_row, row_lse, mask=lse_row < live_rows)
-            block = partial + slot_row * (RANK // 2)
+            store_lse(partial_lse + slot_row, row_lse, live_rows)
+            block = partial + slot_row * WORDS
             store_partial_pairs(block, left_even, left_odd, norm, tile_row, 0, SUMS)
             store_partial_pairs(block, right_even, right_odd, norm, tile_row, PAIRS, SUMS)
         offset -= units

@@ -16,7 +16,6 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .plan import RANK
 from .softmax import store
 
 WORDS = gl.constexpr(256)  # a row
@@ -54,12 +53,18 @@ def store_words(block, index, words, live, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def word(low, high, dtype: gl.constexpr):
+    """Two fp32 numbers as bf16 or fp16."""
+    pair: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    return gl.inline_asm_elementwise(
+        "cvt.rn." + pair + ".f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def store_partial_pairs(block, even, odd, norm, row, first_pair: gl.constexpr, LAYOUT: gl.constexpr):
     """[pairs of columns, rows] from `first_pair` on, in fp16."""
-    words = gl.inline_asm_elementwise(
-        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even * norm[None, :], odd * norm[None, :]],
-        dtype=gl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
+    words = word(even * norm[None, :], odd * norm[None, :], gl.float16)
     pair = first_pair + gl.arange(0, words.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     everywhere = gl.full(words.shape, 1, gl.int32, layout=LAYOUT)
     store_words(block, words_of_fp8(pair, row), words, everywhere, LAYOUT)
@@ -70,14 +75,11 @@ def store_pairs(
     rows_of_pairs, even, odd, norm, live_rows, TWO_PAIRS: gl.constexpr, FOUR_PAIRS: gl.constexpr, FULL: gl.constexpr
 ):  # fmt: skip
     """[pairs of columns, rows] transposed to rows of bf16, 16 bytes a store; rearranged within a warp."""
-    pairs = gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even * norm[None, :], odd * norm[None, :]],
-        dtype=gl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
+    pairs = word(even * norm[None, :], odd * norm[None, :], gl.bfloat16)
     pairs = gl.convert_layout(gl.convert_layout(pairs, TWO_PAIRS), FOUR_PAIRS)
     pair = gl.arange(0, pairs.shape[0], layout=gl.SliceLayout(1, FOUR_PAIRS))
     row = gl.arange(0, pairs.shape[1], layout=gl.SliceLayout(0, FOUR_PAIRS))
-    store(rows_of_pairs + row[None, :] * (RANK // 2) + pair[:, None], pairs, (row < live_rows)[None, :], FULL)
+    store(rows_of_pairs + row[None, :] * WORDS + pair[:, None], pairs, (row < live_rows)[None, :], FULL)
 
 
 @triton.jit

@@ -149,6 +149,12 @@ def last_worker(worker, units, offset, quota):
 
 
 @gluon.jit
+def is_whole(worker, begin_tile, units, offset, quota):
+    """Whether this worker's piece is its request."""
+    return (begin_tile == 0) & (last_worker(worker, units, offset, quota) == worker)
+
+
+@gluon.jit
 def first_slot_row(worker, begin_tile, row_tile, row_tiles, ROWS: gl.constexpr):
     """Of the scratch that the piece of a worker and a row tile has."""
     slot = 2 * worker + gl.where(begin_tile == 0, 1, 0)

@@ -198,6 +198,13 @@ def take(state, finished, taken, pieces, ROWS: gl.constexpr, PER_ROW: gl.constex
 
 
 @gluon.jit
+def store_lse(pointer, row_lse, live_rows):
+    """The LSE of `take`, a row an element."""
+    row = gl.arange(0, row_lse.shape[0], layout=EACH_ROW)
+    gl.store(pointer + row, row_lse, mask=row < live_rows)
+
+
+@gluon.jit
 def store(pointers, values, live, FULL: gl.constexpr):
     """Where every row is live, without a mask: a store then takes one instruction, not three."""
     if FULL:
