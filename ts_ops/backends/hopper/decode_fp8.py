@@ -24,8 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..triton.launch import LN_2
 from . import fp8_weights
-from .dialect import barrier, tma_load, view
-from .fp8_weights import BOX, STAGES
+from .dialect import barrier, tma_load
+from .fp8_weights import BOX, STAGES, score_views, values_view
 from .partials import WORDS, store_pairs, store_partial_pairs
 from .plan import (
     HALF,
@@ -142,13 +142,10 @@ def _weigh(shared):
     ) = shared  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     seq_lens, stride_lens, capacity = lens
     first_request, end_request, offset, quota = plan
-    keys = view(latents, gl.float8e4nv, [STAGES, TILE, RANK], SWIZZLED)
-    values = view(latents, gl.int16, [STAGES, TILE, RANK // 2], gl.NVMMASharedLayout(128, 16, 2))
-    rope_keys = view(ropes, gl.float8e4nv, [STAGES, TILE, ROPE], gl.NVMMASharedLayout(64, 8, 2))
-    q_latents = view(q_boxes, gl.float8e4nv, [1, TILE, RANK], SWIZZLED)
+    keys, rope_keys, q_latents = score_views(latents, ropes, q_boxes)
+    values = values_view(latents)
     zeros = gl.full([TILE, TILE], 0.0, gl.float32, layout=SCORES)
     column = gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
     row = first_row + gl.arange(0, TILE, layout=gl.SliceLayout(1, SCORES))
@@ -215,7 +212,7 @@ def _sum_values(
     PAIRS: gl.constexpr = RANK // 2
     seq_lens, stride_lens, capacity = lens
     first_request, end_request, offset, quota = plan
-    values = view(latents, gl.int16, [STAGES, TILE, RANK // 2], gl.NVMMASharedLayout(128, 16, 2))
+    values = values_view(latents)
     tile_row = gl.arange(0, ROWS, layout=PER_ROW)
     step = first_request * 0
     pieces = first_request * 0

@@ -49,6 +49,21 @@ KEYS = gl.constexpr(32)  # of a slice: as many as a product takes
 
 
 @gluon.jit
+def score_views(latents, ropes, q_boxes):
+    """Of the boxes in shared memory: keys and rope keys of each stage, and the latent columns of the query."""
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    keys = view(latents, gl.float8e4nv, [STAGES, TILE, RANK], SWIZZLED)
+    rope_keys = view(ropes, gl.float8e4nv, [STAGES, TILE, ROPE], gl.NVMMASharedLayout(64, 8, 2))
+    return keys, rope_keys, view(q_boxes, gl.float8e4nv, [1, TILE, RANK], SWIZZLED)
+
+
+@gluon.jit
+def values_view(latents):
+    """Of the same, values as 16-bit pairs of columns."""
+    return view(latents, gl.int16, [STAGES, TILE, RANK // 2], gl.NVMMASharedLayout(128, 16, 2))
+
+
+@gluon.jit
 def _columns(pairs, more_pairs, LAYOUT: gl.constexpr):
     """int16 pairs of columns of 16 keys and of 16 more -> their even and their odd columns, as operands."""
     even, odd = gl.inline_asm_elementwise(
@@ -119,13 +134,10 @@ def weigh(shared):
     ) = shared  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     seq_lens, stride_lens, capacity = lens
     first_request, end_request, offset, quota = plan
-    keys = view(latents, gl.float8e4nv, [STAGES, TILE, RANK], SWIZZLED)
-    values = view(latents, gl.int16, [STAGES, TILE, RANK // 2], gl.NVMMASharedLayout(128, 16, 2))
-    rope_keys = view(ropes, gl.float8e4nv, [STAGES, TILE, ROPE], gl.NVMMASharedLayout(64, 8, 2))
-    q_latents = view(q_boxes, gl.float8e4nv, [1, TILE, RANK], SWIZZLED)
+    keys, rope_keys, q_latents = score_views(latents, ropes, q_boxes)
+    values = values_view(latents)
     zeros = gl.full([TILE, TILE], 0.0, gl.float32, layout=SCORES)
     scale = gl.full([TILE, TILE], scale_log2, gl.float32, layout=SCORES)
     column = gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
@@ -202,7 +214,7 @@ def sum_values(
     PAIRS: gl.constexpr = HALF // 2
     seq_lens, stride_lens, capacity = lens
     first_request, end_request, offset, quota = plan
-    values = view(latents, gl.int16, [STAGES, TILE, RANK // 2], gl.NVMMASharedLayout(128, 16, 2))
+    values = values_view(latents)
     tile_row = gl.arange(0, ROWS, layout=PER_ROW)
     step = first_request * 0
     pieces = first_request * 0
