@@ -31,8 +31,8 @@ on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
 )
 # Most bytes of stack a thread. They hold what the set-up of a piece and its store need beside 128 sums a thread; the
-# loop over tiles of keys touches at most LOOP_SPILLS of them.
-STACK, LOOP_SPILLS = 96 if TorchVersion(triton.__version__) < (3, 9) else 128, 2
+# loop over tiles of keys touches them at most LOOP_SPILLS times.
+STACK, LOOP_SPILLS = (96, 2) if TorchVersion(triton.__version__) < (3, 9) else (128, 7)
 # Waits for wgmma in the whole kernel, at most. One that ptxas serialises has a wait for each of its 34 to 52.
 WAITS = {"decode_fp8_kernel": 7, "decode_16bit_kernel": 3}
 

@@ -2,15 +2,21 @@
 
 Three partitions work on a tile of keys at a time: one warp copies it to shared memory (TMA), four warps compute the
 scores and their softmax, and eight (the default partition) multiply the weights with the values. Shared memory is what
-bounds them, in size and in speed. So a tile's stage is copied and freed in halves of 256 columns, since only two stages
-fit, and the weights are multiplied from registers.
+bounds them, in size and in speed. So tiles are copied and freed in halves of 256 columns, in a ring of five; the left
+half of the query passes through it too, on its way to registers, for which it makes the fifth; and the weights are
+multiplied from registers.
 
-Barriers of a half: `full`, copied; `empty`, both products have read it; of the weights: `weighed`, `read`.
+While the softmax works, no one asks for scores. So of a tile's sums only the left half, which frees a half of the ring
+early, goes along with the scores of the next tile; the right half waits until these have been asked for.
+
+Barriers of a half: `full`, copied; `empty`, read by all who do; of the weights: `weighed`, `read`, and `turns`, two in
+turn, for the softmax can be a tile ahead: the right half of the sums may begin.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -37,31 +43,50 @@ from .plan import (
 from .softmax import (
     EACH_WARP,
     ONE,
-    REGISTERS,
+    add_weights,
     barriers_of_pieces,
     bounds,
     clear_unseen,
+    follow,
     hand_over,
     hide_unseen,
+    late,
     must_rescale,
     no_weights,
-    publish,
     store,
     store_lse,
     take,
+    tell,
     unknown_zero,
-    weights,
+    visible,
 )
 
 BOX = gl.constexpr(64)  # columns of a TMA copy
-STAGES = gl.constexpr(2)
+HALVES = gl.constexpr(5)
+ROPES = gl.constexpr(2)  # rope keys of so many tiles
+REGISTERS = gl.constexpr(136)  # a thread of the softmax; the sums take what is left
+
+
+@gluon.jit
+def _wait(barriers, half, before: gl.constexpr = 0):
+    """For the barrier of a half of the ring, counted from the first; or for its phase before."""
+    mbarrier.wait(barriers.index(half % HALVES), ((half // HALVES) & 1) ^ before)
+
+
+@gluon.jit
+def _expect(full, empty, half, columns: gl.constexpr):
+    """The barrier that so many columns of a tile complete, once the half of the ring is free."""
+    _wait(empty, half, 1)
+    ready = full.index(half % HALVES)
+    mbarrier.expect(ready, TILE * columns * 2)
+    return ready
 
 
 @gluon.jit
 def _copy(shared, PAGE: gl.constexpr):
     """The TMA partition."""
     (
-        boxes, query_boxes, latents, ropes, q_latent, q_rope, full, empty, query_ready, query_read, block_tables,
+        boxes, query_boxes, latents, ropes, q_right, q_rope, full, empty, query_ready, query_read, block_tables,
         stride_table, page_rows, plan, lens, first_row, rows, q_len, window,
     ) = shared  # fmt: skip
     seq_lens, stride_lens, capacity = lens
@@ -69,7 +94,10 @@ def _copy(shared, PAGE: gl.constexpr):
     PARTS: gl.constexpr = 1 if PAGE >= TILE else TILE // PAGE
     ROWS: gl.constexpr = TILE // PARTS
     PER_HALF: gl.constexpr = HALF // BOX
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    boxes_of_query = view(latents, latents.dtype, [HALVES * PER_HALF, TILE, BOX], SWIZZLED)
     step = first_request * 0
+    half = first_request * 0
     pieces = first_request * 0
     request = first_request
     while request < end_request:
@@ -78,27 +106,29 @@ def _copy(shared, PAGE: gl.constexpr):
         last_page = (length - 1) // PAGE
         # The query first: it would wait for whatever is asked for before it.
         mbarrier.wait(query_read, (pieces & 1) ^ 1)
-        mbarrier.expect(query_ready, TILE * (RANK + ROPE) * 2)
         query_row = request * rows + first_row
-        for box in gl.static_range(RANK // BOX):
-            tma_load(query_boxes, [query_row, box * BOX], query_ready, q_latent.index(box))
+        ready = _expect(full, empty, half, HALF)
+        for box in gl.static_range(PER_HALF):
+            tma_load(query_boxes, [query_row, box * BOX], ready, boxes_of_query.index(half % HALVES * PER_HALF + box))
+        half += 1
+        mbarrier.expect(query_ready, TILE * (HALF + ROPE) * 2)
+        for box in gl.static_range(PER_HALF):
+            tma_load(query_boxes, [query_row, HALF + box * BOX], query_ready, q_right.index(box))
         tma_load(query_boxes, [query_row, RANK], query_ready, q_rope)
         for tile in range(first + low, first + high):
-            stage = step % STAGES
             # The second half of the last tile may lie past the request's pages: any of them will do.
             page = gl.load(table + gl.minimum(tile * TILE // PAGE, last_page))
             second = gl.load(table + gl.minimum(tile * PARTS + 1, last_page)) if PARTS == 2 else page
-            for half in gl.static_range(2):
-                mbarrier.wait(empty.index(stage * 2 + half), ((step // STAGES) & 1) ^ 1)
-                ready = full.index(stage * 2 + half)
-                mbarrier.expect(ready, TILE * (HALF + half * ROPE) * 2)
+            for right in gl.static_range(2):
+                ready = _expect(full, empty, half, HALF + right * ROPE)
                 for part in gl.static_range(PARTS):
                     row = (page if part == 0 else second) * page_rows + (tile * TILE + part * ROWS) % PAGE
                     for box in gl.static_range(PER_HALF):
-                        where = ((stage * 2 + half) * PER_HALF + box) * PARTS + part
-                        tma_load(boxes, [row, half * HALF + box * BOX], ready, latents.index(where))
-                    if half == 1:
-                        tma_load(boxes, [row, RANK], ready, ropes.index(stage * PARTS + part))
+                        where = (half % HALVES * PER_HALF + box) * PARTS + part
+                        tma_load(boxes, [row, right * HALF + box * BOX], ready, latents.index(where))
+                    if right == 1:
+                        tma_load(boxes, [row, RANK], ready, ropes.index(step % ROPES * PARTS + part))
+                half += 1
             step += 1
         offset -= units
         request += 1
@@ -109,65 +139,75 @@ def _copy(shared, PAGE: gl.constexpr):
 def _weigh(shared):
     """The softmax partition: weights of each tile, then 1 / total and the LSE of each piece."""
     (
-        latents, ropes, q_boxes, q_rope, weight_buffer, rescales, rescaled, state, full, weighed, read, query_ready,
-        query_read, finished, taken, plan, lens, first_row, rows, heads, q_len, window, causal, scale_log2,
+        latents, ropes, q_boxes, q_rope, weight_buffer, rescales, rescaled, state, full, empty, weighed, turns, read,
+        query_ready, query_read, finished, taken, plan, lens, first_row, rows, heads, q_len, window, causal, scale_log2,
     ) = shared  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    QUERY: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     VALUES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     dtype: gl.constexpr = latents.dtype
     seq_lens, stride_lens, capacity = lens
     first_request, end_request, offset, quota = plan
-    halves = view(latents, dtype, [STAGES * 2, TILE, HALF], SWIZZLED)
-    rope_keys = view(ropes, dtype, [STAGES, TILE, ROPE], SWIZZLED)
-    q_latents = view(q_boxes, dtype, [1, TILE, RANK], SWIZZLED)
+    halves = view(latents, dtype, [HALVES, TILE, HALF], SWIZZLED)
+    rope_keys = view(ropes, dtype, [ROPES, TILE, ROPE], SWIZZLED)
+    q_rights = view(q_boxes, dtype, [1, TILE, HALF], SWIZZLED)
     zeros = gl.full([TILE, TILE], 0.0, gl.float32, layout=SCORES)
-    column = gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
-    row = first_row + gl.arange(0, TILE, layout=gl.SliceLayout(1, SCORES))
     step = first_request * 0
+    half = first_request * 0
     pieces = first_request * 0
     request = first_request
     while request < end_request:
         length, first, begin_tile, end_tile, units = piece(
             request, offset, quota, seq_lens, stride_lens, capacity, q_len, window
         )
-        low, high, any_low, all_low, all_high = bounds(row, first_row, rows, heads, length, q_len, window, causal)
+        any_low, all_low, all_high = bounds(first_row, rows, heads, length, q_len, window, causal)
+        _wait(full, half)
+        q_left = halves.index(half % HALVES).load(QUERY)
+        mbarrier.arrive(empty.index(half % HALVES), count=1)
+        half += 1
         mbarrier.wait(query_ready, pieces & 1)
         peak = gl.full([TILE], -float("inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
         total = no_weights()
         zero = unknown_zero(capacity)
         q_index = zero
         for tile in range(first + begin_tile, first + end_tile):
-            stage = step % STAGES
-            phase = (step // STAGES) & 1
             first_key = tile * TILE
-            q_latent = q_latents.index(q_index)
+            q_right = q_rights.index(q_index)
             q_index += zero
-            left = halves.index(stage * 2)
-            right = halves.index(stage * 2 + 1)
-            mbarrier.wait(full.index(stage * 2), phase)
-            scores = warpgroup_mma(
-                q_latent.slice(0, HALF, dim=1), left.permute((1, 0)), zeros, use_acc=False, is_async=True
-            )
-            mbarrier.wait(full.index(stage * 2 + 1), phase)
-            scores = warpgroup_mma(q_latent.slice(HALF, HALF, dim=1), right.permute((1, 0)), scores, is_async=True)
-            scores = warpgroup_mma(q_rope, rope_keys.index(stage).permute((1, 0)), scores, is_async=True)
+            left = halves.index(half % HALVES)
+            right = halves.index((half + 1) % HALVES)
+            _wait(full, half)
+            scores = warpgroup_mma(q_left, left.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            _wait(full, half + 1)
+            scores = warpgroup_mma(q_right, right.permute((1, 0)), scores, is_async=True)
+            scores = warpgroup_mma(q_rope, rope_keys.index(step % ROPES).permute((1, 0)), scores, is_async=True)
+            mbarrier.arrive(turns.index((step + 1) & 1), count=1, pred=tile > first + begin_tile)
             scores = warpgroup_mma_wait(0, deps=(scores,))
             if tile + 1 == first + end_tile:
                 mbarrier.arrive(query_read, count=1)
             if (first_key + TILE > all_high) | (first_key < all_low):
-                scores = hide_unseen(scores, first_key + column, low, high)
+                # Which keys a row sees is found out here, for few tiles need it, and there are no registers to keep it.
+                row = late(first_row) + gl.arange(0, TILE, layout=gl.SliceLayout(1, SCORES))
+                low, high = visible(row, heads, length, q_len, window, causal)
+                key = first_key + gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
+                scores = hide_unseen(scores, key, low, high)
                 if (first_key + TILE > length) | (first_key < any_low):
                     clear_unseen(left, first_key, any_low, length, VALUES, HALF, 64)
                     clear_unseen(right, first_key, any_low, length, VALUES, HALF, 64)
-            weight, peak, total, rescale = weights(scores, peak, total, scale_log2)
-            if step > 0:
-                mbarrier.wait(read, (step - 1) & 1)
+                    fence_async_shared()
+            mbarrier.wait(read, (step & 1) ^ 1)
+            peak, shift, rescale = follow(scores, peak, scale_log2, 0.0)
+            tell(rescale, rescales, rescaled)
+            weight = gl.exp2(scores * scale_log2 - shift[:, None])
+            total = add_weights(total, rescale, weight)
             weight_buffer.store(weight.to(dtype))
-            publish(rescale, rescales, rescaled, weighed)
+            mbarrier.arrive(weighed, count=1)
             step += 1
+            half += 2
         if begin_tile >= end_tile:
             mbarrier.arrive(query_read, count=1)
+        mbarrier.arrive(turns.index((step + 1) & 1), count=1, pred=begin_tile < end_tile)
         hand_over(peak, total, state, finished, taken, pieces)
         offset -= units
         request += 1
@@ -203,16 +243,17 @@ def _sum_values(
     """The default partition: the weighted sum of the values of each piece, and its store."""
     (
         out, lse, wants_lse, partial, partial_lse, records, latents, weight_buffer, rescales, rescaled, state, empty,
-        weighed, read, finished, taken, plan, lens, row_tile, row_tiles, rows, batch, worker, workers, q_len, window,
-        output_scale,
+        weighed, turns, read, finished, taken, plan, lens, row_tile, row_tiles, rows, batch, worker, workers, q_len,
+        window, output_scale,
     ) = shared  # fmt: skip
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, HALF // 2, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     PER_ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
     seq_lens, stride_lens, capacity = lens
     first_request, end_request, offset, quota = plan
-    halves = view(latents, latents.dtype, [STAGES * 2, TILE, HALF], gl.NVMMASharedLayout(128, 16, 2))
+    halves = view(latents, latents.dtype, [HALVES, TILE, HALF], gl.NVMMASharedLayout(128, 16, 2))
     step = first_request * 0
+    half = first_request * 0
     pieces = first_request * 0
     start_records(records, batch, workers, worker, row_tile)
     request = first_request
@@ -222,8 +263,8 @@ def _sum_values(
         )
         left = gl.full([TILE, HALF], 0.0, gl.float32, layout=SUMS)
         right = gl.full([TILE, HALF], 0.0, gl.float32, layout=SUMS)
+        half += 1  # the query's
         for _ in range(begin_tile, end_tile):
-            stage = step % STAGES
             mbarrier.wait(weighed, step & 1)
             weight = weight_buffer.load(WEIGHTS)
             if must_rescale(rescaled):
@@ -231,13 +272,15 @@ def _sum_values(
                 left = left * rescale[:, None]
                 right = right * rescale[:, None]
             mbarrier.arrive(read, count=1)
-            left = warpgroup_mma(weight, halves.index(stage * 2), left, is_async=True)
-            right = warpgroup_mma(weight, halves.index(stage * 2 + 1), right, is_async=True)
-            left = warpgroup_mma_wait(1, deps=(left,))
-            mbarrier.arrive(empty.index(stage * 2), count=1)
+            left = warpgroup_mma(weight, halves.index(half % HALVES), left, is_async=True)
+            left = warpgroup_mma_wait(0, deps=(left,))
+            mbarrier.arrive(empty.index(half % HALVES), count=1)
+            mbarrier.wait(turns.index(step & 1), (step >> 1) & 1)
+            right = warpgroup_mma(weight, halves.index((half + 1) % HALVES), right, is_async=True)
             right, weight = warpgroup_mma_wait(0, deps=(right, weight))
-            mbarrier.arrive(empty.index(stage * 2 + 1), count=1)
+            mbarrier.arrive(empty.index((half + 1) % HALVES), count=1)
             step += 1
+            half += 2
         norm, row_lse = take(state, finished, taken, pieces, TILE, PER_ROW)
         record_piece(records, batch, workers, request, worker, begin_tile, units, offset, quota, row_tile)
         pieces += 1
@@ -280,23 +323,26 @@ def decode_16bit_kernel(
     rows = q_len * heads
     ask_for(seq_lens)
 
-    latents = gl.allocate_shared_memory(dtype, [STAGES * (RANK // BOX) * PARTS, TILE // PARTS, BOX], boxes.layout)
-    ropes = gl.allocate_shared_memory(dtype, [STAGES * PARTS, TILE // PARTS, ROPE], boxes.layout)
-    q_latent = gl.allocate_shared_memory(dtype, [RANK // BOX, TILE, BOX], query_boxes.layout)
+    latents = gl.allocate_shared_memory(dtype, [HALVES * (HALF // BOX) * PARTS, TILE // PARTS, BOX], boxes.layout)
+    ropes = gl.allocate_shared_memory(dtype, [ROPES * PARTS, TILE // PARTS, ROPE], boxes.layout)
+    q_right = gl.allocate_shared_memory(dtype, [HALF // BOX, TILE, BOX], query_boxes.layout)
     q_rope = gl.allocate_shared_memory(dtype, [TILE, ROPE], query_boxes.layout)
     weight_buffer = gl.allocate_shared_memory(dtype, [TILE, TILE], SWIZZLED)
     rescales = gl.allocate_shared_memory(gl.float32, [TILE], ONE)
     rescaled = gl.allocate_shared_memory(gl.float32, [TILE // 4, 4], EACH_WARP)
     state = gl.allocate_shared_memory(gl.float32, [2, TILE], ONE)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES * 2, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES * 2, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [HALVES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [HALVES, 1], mbarrier.MBarrierLayout())
     weighed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     read = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for half in gl.static_range(STAGES * 2):
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for half in gl.static_range(HALVES):
         mbarrier.init(full.index(half), count=1)
         mbarrier.init(empty.index(half), count=1)
     mbarrier.init(weighed, count=1)
     mbarrier.init(read, count=1)
+    mbarrier.init(turns.index(0), count=1)
+    mbarrier.init(turns.index(1), count=1)
     query_ready, query_read, finished, taken = barriers_of_pieces()
     plan = make_plan(worker, workers, seq_lens, stride_lens, batch, capacity, q_len, window, 8)
     ask_for_page(plan, block_tables, stride_table, batch, capacity, PAGE)
@@ -304,15 +350,16 @@ def decode_16bit_kernel(
     lens = (seq_lens, stride_lens, capacity)
     sums = (
         out, lse, wants_lse, partial, partial_lse, records, latents, weight_buffer, rescales, rescaled, state, empty,
-        weighed, read, finished, taken, plan, lens, row_tile, row_tiles, rows, batch, worker, workers, q_len, window,
-        output_scale,
+        weighed, turns, read, finished, taken, plan, lens, row_tile, row_tiles, rows, batch, worker, workers, q_len,
+        window, output_scale,
     )  # fmt: skip
     weigh = (
-        latents, ropes, q_latent, q_rope, weight_buffer, rescales, rescaled, state, full, weighed, read, query_ready,
-        query_read, finished, taken, plan, lens, row_tile * ROWS, rows, heads, q_len, window, causal, scale_log2,
+        latents, ropes, q_right, q_rope, weight_buffer, rescales, rescaled, state, full, empty, weighed, turns, read,
+        query_ready, query_read, finished, taken, plan, lens, row_tile * ROWS, rows, heads, q_len, window, causal,
+        scale_log2,
     )  # fmt: skip
     copy = (
-        boxes, query_boxes, latents, ropes, q_latent, q_rope, full, empty, query_ready, query_read, block_tables,
+        boxes, query_boxes, latents, ropes, q_right, q_rope, full, empty, query_ready, query_read, block_tables,
         stride_table, page_rows, plan, lens, row_tile * ROWS, rows, q_len, window,
     )  # fmt: skip
     gl.warp_specialize(

@@ -38,6 +38,7 @@ from .softmax import (
     store_lse,
     take,
     unknown_zero,
+    visible,
 )
 
 STAGES = gl.constexpr(4)
@@ -149,7 +150,8 @@ def weigh(shared):
         length, first, begin_tile, end_tile, units = piece(
             request, offset, quota, seq_lens, stride_lens, capacity, q_len, window
         )
-        low, high, any_low, all_low, all_high = bounds(row, first_row, rows, heads, length, q_len, window, causal)
+        low, high = visible(row, heads, length, q_len, window, causal)
+        any_low, all_low, all_high = bounds(first_row, rows, heads, length, q_len, window, causal)
         mbarrier.wait(query_ready, pieces & 1)
         peak = gl.full([TILE], -float("inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
         total = no_weights()

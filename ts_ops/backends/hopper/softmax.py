@@ -42,6 +42,12 @@ def unknown_zero(capacity):
 
 
 @gluon.jit
+def late(number):
+    """The same, but no compiler knows, nor computes what follows from it before this."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def visible(row, heads, length, q_len, window, causal):
     """Keys [low, high) that query row `row`, of q_len x heads, sees of a request of `length` keys."""
     position = gl.minimum(row // heads, q_len - 1)
@@ -51,12 +57,11 @@ def visible(row, heads, length, q_len, window, causal):
 
 
 @gluon.jit
-def bounds(row, first_row, rows, heads, length, q_len, window, causal):
-    """Of a block's rows: low and high of each, the least low, the greatest low and the least high."""
-    low, high = visible(row, heads, length, q_len, window, causal)
+def bounds(first_row, rows, heads, length, q_len, window, causal):
+    """Of a block's rows: the least low, the greatest low and the least high."""
     any_low, all_high = visible(first_row, heads, length, q_len, window, causal)
     all_low, _ = visible(gl.minimum(first_row + TILE, rows) - 1, heads, length, q_len, window, causal)
-    return low, high, any_low, all_low, all_high
+    return any_low, all_low, all_high
 
 
 @gluon.jit
@@ -144,20 +149,26 @@ def _least_of_warp(values):
 
 
 @gluon.jit
-def publish(rescale, rescales, rescaled, weighed):
-    """Tell the sums that a tile's weights, stored before, are there.
+def tell(rescale, rescales, rescaled):
+    """Tell the sums what to rescale by before they add a tile.
 
     `rescaled` [TILE // 4, 4] is told the least of each warp's rows, once for each of them; `must_rescale` reads one.
     """
     rescales.store(rescale)
     rescaled.store(gl.permute(gl.reshape(_least_of_warp(rescale), [4, TILE // 4]), [1, 0]))
+
+
+@gluon.jit
+def publish(rescale, rescales, rescaled, weighed):
+    """The same, and that the tile's weights, stored before for wgmma to read, are there."""
+    tell(rescale, rescales, rescaled)
     fence_async_shared()
     mbarrier.arrive(weighed, count=1)
 
 
 @gluon.jit
 def must_rescale(rescaled):
-    """Whether what `publish` told of a tile asks for any row to be rescaled."""
+    """Whether what `tell` told of a tile asks for any row to be rescaled."""
     return gl.min(gl.reshape(rescaled.slice(0, 1, dim=0).load(FOUR), [4]), axis=0) < 1.0
 
 
