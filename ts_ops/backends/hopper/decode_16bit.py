@@ -43,7 +43,6 @@ from .plan import (
 from .softmax import (
     EACH_WARP,
     ONE,
-    add_weights,
     barriers_of_pieces,
     bounds,
     clear_unseen,
@@ -59,12 +58,14 @@ from .softmax import (
     tell,
     unknown_zero,
     visible,
+    weights,
 )
 
 BOX = gl.constexpr(64)  # columns of a TMA copy
 HALVES = gl.constexpr(5)
 ROPES = gl.constexpr(2)  # rope keys of so many tiles
 REGISTERS = gl.constexpr(136)  # a thread of the softmax; the sums take what is left
+SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 
 @gluon.jit
@@ -94,7 +95,6 @@ def _copy(shared, PAGE: gl.constexpr):
     PARTS: gl.constexpr = 1 if PAGE >= TILE else TILE // PAGE
     ROWS: gl.constexpr = TILE // PARTS
     PER_HALF: gl.constexpr = HALF // BOX
-    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     boxes_of_query = view(latents, latents.dtype, [HALVES * PER_HALF, TILE, BOX], SWIZZLED)
     step = first_request * 0
     half = first_request * 0
@@ -145,7 +145,6 @@ def _weigh(shared):
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     QUERY: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     VALUES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     dtype: gl.constexpr = latents.dtype
     seq_lens, stride_lens, capacity = lens
     first_request, end_request, offset, quota = plan
@@ -199,8 +198,7 @@ def _weigh(shared):
             mbarrier.wait(read, (step & 1) ^ 1)
             peak, shift, rescale = follow(scores, peak, scale_log2, 0.0)
             tell(rescale, rescales, rescaled)
-            weight = gl.exp2(scores * scale_log2 - shift[:, None])
-            total = add_weights(total, rescale, weight)
+            weight, total = weights(scores, total, scale_log2, shift, rescale)
             weight_buffer.store(weight.to(dtype))
             mbarrier.arrive(weighed, count=1)
             step += 1
@@ -251,7 +249,7 @@ def _sum_values(
     PER_ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
     seq_lens, stride_lens, capacity = lens
     first_request, end_request, offset, quota = plan
-    halves = view(latents, latents.dtype, [HALVES, TILE, HALF], gl.NVMMASharedLayout(128, 16, 2))
+    halves = view(latents, latents.dtype, [HALVES, TILE, HALF], SWIZZLED)
     step = first_request * 0
     half = first_request * 0
     pieces = first_request * 0
@@ -314,7 +312,6 @@ def decode_16bit_kernel(
 ):  # fmt: skip
     """The grid is (row tiles, workers). The boxes are of the cache and of the query, each as [rows, 576]."""
     PARTS: gl.constexpr = 1 if PAGE >= TILE else TILE // PAGE
-    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     dtype: gl.constexpr = out.dtype.element_ty
     row_tile = gl.program_id(0)
     worker = gl.program_id(1)

@@ -49,6 +49,7 @@ from .softmax import (
     barriers_of_pieces,
     bounds,
     clear_unseen,
+    follow,
     hand_over,
     hide_unseen,
     must_rescale,
@@ -185,7 +186,8 @@ def _weigh(shared):
                 scores = hide_unseen(scores, first_key + column, low, high)
                 if (first_key + TILE > length) | (first_key < any_low):
                     clear_unseen(values.index(stage), first_key, any_low, length, PAIRS, RANK // 2, 64)
-            weight, peak, total, rescale = weights(scores, peak, total, scale_log2)
+            peak, shift, rescale = follow(scores, peak, scale_log2, 0.0)
+            weight, total = weights(scores, total, scale_log2, shift, rescale)
             weight_buffers.index(stage).store(weight.to(gl.float16))
             publish(rescale, rescales.index(stage), rescaled.index(stage), weighed.index(stage))
             step += 1

@@ -114,11 +114,10 @@ def follow(scores, peak, scale_log2, HEADROOM: gl.constexpr):
 
 
 @gluon.jit
-def weights(scores, peak, total, scale_log2):
-    """exp2 of the scaled scores relative to `peak`, which may grow -> (weights, peak, total, rescale)."""
-    peak, shift, rescale = follow(scores, peak, scale_log2, 0.0)
+def weights(scores, total, scale_log2, shift, rescale):
+    """exp2 of the scaled scores relative to what `follow` says -> (weights, total)."""
     weight = gl.exp2(scores * scale_log2 - shift[:, None])
-    return weight, peak, add_weights(total, rescale, weight), rescale
+    return weight, add_weights(total, rescale, weight)
 
 
 @gluon.jit
