@@ -103,6 +103,7 @@ CASES = {
     "decode-H16-bf16": lambda: decode(16),
     "decode-H16-fp8": lambda: decode(16, FP8),
     "decode-H16-bf16-over-fp8": lambda: decode(16, BF16, FP8),
+    "decode-H16-fp8-page16": lambda: decode(16, FP8, page_size=16),
     "decode-H16-bf16-page16": lambda: decode(16, page_size=16),
     "decode-H16-fp32": lambda: decode(16, FP32),
     "decode-H32-bf16": lambda: decode(32),
@@ -136,12 +137,15 @@ SM_80 = (
 
 
 # GPUs with 99 KB of shared memory, where the tiles must be smaller.
-SMALL = (("decode-H128-bf16", 86), ("decode-H128-fp8", 89), ("decode-H128-bf16-over-fp8", 89), ("prefill-bf16", 86))
+SMALL = (
+    ("decode-H16-fp8", 89), ("decode-H16-bf16-over-fp8", 89), ("decode-H128-bf16", 86), ("decode-H128-fp8", 89),
+    ("decode-H128-bf16-over-fp8", 89), ("prefill-bf16", 86),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("case, capability", [(c, 90) for c in CASES] + [(c, 80) for c in SM_80] + [*SMALL])
 def test_compiles_without_spills(case, capability):
-    if (case, capability) == ("decode-H128-bf16-over-fp8", 89) and triton_backend.OLD_TRITON:
+    if case.endswith("bf16-over-fp8") and capability == 89 and triton_backend.OLD_TRITON:
         pytest.skip("the backend refuses it by name under Triton 3.6")
     operator, problem = CASES[case]()
     launcher = getattr(triton_backend, operator)
@@ -154,6 +158,8 @@ def test_compiles_without_spills(case, capability):
 # addresses, one for each, do not fit the registers.
 GENERAL_SPILLS = {
     ("decode-H16-bf16", 90): 0,
+    ("decode-H16-fp8", 90): 0,
+    ("decode-H16-bf16-over-fp8", 90): 0,
     ("decode-H128-bf16", 90): 720,
     ("decode-H128-bf16", 80): 328,
     ("decode-H128-fp8", 90): 568,
@@ -194,3 +200,15 @@ def test_fp8_in_odd_dims_stays_off_the_fp8_tensor_cores(rank, rope):
     kernels = compiled_by(90, lambda: getattr(triton_backend, operator)(problem, *problem.allocate()))
     assert "HGMMA" in kernels[0].sass and "QGMMA" not in kernels[0].sass
     assert kernels[0].shared <= MAX_SHARED[90]
+
+
+@pytest.mark.parametrize("capability", [89, 90])
+@pytest.mark.parametrize("case", ["decode-H16-fp8", "decode-H16-fp8-page16", "decode-H16-bf16-over-fp8"])
+def test_small_tiles_of_an_fp8_cache_are_not_read_byte_by_byte(case, capability):
+    """They are copied asynchronously, and transposed on their way to the value product by ldmatrix."""
+    if case.endswith("bf16-over-fp8") and capability == 89 and triton_backend.OLD_TRITON:
+        pytest.skip("the backend refuses it by name under Triton 3.6")
+    operator, problem = CASES[case]()
+    kernel, *_ = compiled_by(capability, lambda: getattr(triton_backend, operator)(problem, *problem.allocate()))
+    assert "LDS.U8" not in kernel.sass
+    assert "LDGSTS" in kernel.sass and "LDSM.16.MT88" in kernel.sass

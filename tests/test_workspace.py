@@ -20,7 +20,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def tile_config(rows: int) -> tuple[int, int, int, int]:
-    return decode.tile_config(rows, 64, 576, torch.bfloat16, torch.bfloat16, (9, 0))
+    return decode.tile_config(rows, 64, 576, torch.bfloat16, torch.bfloat16, False, (9, 0))
 
 
 @pytest.mark.parametrize("sms", [1, 46, 132, 148])

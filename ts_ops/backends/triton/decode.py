@@ -6,7 +6,9 @@ they load, and one split of that tile's keys. It walks its split BLOCK_N keys at
 them. The split ranges come from the live lengths on the device; only the number of splits is fixed by the host, from
 shapes and hints, so a captured launch stays right and balanced when lengths change.
 
-On Hopper the score and value products of 64-row tiles are wgmma; smaller tiles use mma with M 16.
+On Hopper the score and value products of 64-row tiles are wgmma; smaller tiles use mma with M 16. There an FP8 cache is
+read as pairs of columns, 16 bits like all that ldmatrix can transpose for the value product: byte by byte, that takes
+longer than a BF16 cache does. Even and odd columns are operands, and sums, of their own.
 """
 
 from functools import cache
@@ -89,14 +91,85 @@ def _load_columns(key_row, key_live, column, DIM: tl.constexpr, DIM_PAD: tl.cons
 
 
 @triton.jit
+def _even_and_odd(pairs, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """int16 pairs of e4m3 columns -> their even and their odd columns in fp16 or bf16, exactly.
+
+    Elementwise, so that it can happen where the tensor cores want their operands.
+    """
+    if not PTX:
+        even = pairs.to(tl.int8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
+        odd = (pairs >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    elif DTYPE == tl.float16:
+        even, odd = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 evens, odds; .reg .b16 even, odd;
+            prmt.b32 evens, $2, $2, 0x2020;
+            prmt.b32 odds, $2, $2, 0x3131;
+            cvt.u16.u32 even, evens;
+            cvt.u16.u32 odd, odds;
+            cvt.rn.f16x2.e4m3x2 $0, even;
+            cvt.rn.f16x2.e4m3x2 $1, odd;
+            }""",
+            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        even, odd = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 evens, odds; .reg .b16 even, odd, low, high; .reg .f32 left, right;
+            prmt.b32 evens, $2, $2, 0x2020;
+            prmt.b32 odds, $2, $2, 0x3131;
+            cvt.u16.u32 even, evens;
+            cvt.u16.u32 odd, odds;
+            cvt.rn.f16x2.e4m3x2 evens, even;
+            cvt.rn.f16x2.e4m3x2 odds, odd;
+            mov.b32 {low, high}, evens;
+            cvt.f32.f16 left, low;
+            cvt.f32.f16 right, high;
+            cvt.rn.bf16x2.f32 $0, right, left;
+            mov.b32 {low, high}, odds;
+            cvt.f32.f16 left, low;
+            cvt.f32.f16 right, high;
+            cvt.rn.bf16x2.f32 $1, right, left;
+            }""",
+            "=r,=r,r", [pairs], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    return even, odd
+
+
+@triton.jit
+def _query_columns(
+    row, row_live, DIM: tl.constexpr, DIM_PAD: tl.constexpr, DTYPE: tl.constexpr, PAIRS: tl.constexpr,
+    OF_PAIRS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Columns of query rows, 0 past DIM: all of them, twice, or with PAIRS the even and the odd ones.
+
+    OF_PAIRS: `row` points to pairs.
+    """
+    if PAIRS:
+        column = tl.arange(0, DIM_PAD // 2)
+        mask = row_live[:, None] & (column < DIM // 2)[None, :]
+        if OF_PAIRS:
+            even, odd = _even_and_odd(tl.load(row[:, None] + column[None, :], mask=mask, other=0.0), DTYPE, PTX)
+        else:
+            even = tl.load(row[:, None] + 2 * column[None, :], mask=mask, other=0.0).to(DTYPE)
+            odd = tl.load(row[:, None] + 2 * column[None, :] + 1, mask=mask, other=0.0).to(DTYPE)
+    else:
+        column = tl.arange(0, DIM_PAD)
+        mask = row_live[:, None] & (column < DIM)[None, :]
+        even = tl.load(row[:, None] + column[None, :], mask=mask, other=0.0).to(DTYPE)
+        odd = even
+    return even, odd
+
+
+@triton.jit
 def _attend(
-    acc, peak, total, q, q_rope, tile, kv_cache, table, low, high, first_key, end_key, scale_log2,
-    stride_page, stride_token, stride_table_p,
+    acc, odd_acc, peak, total, q, q_rope, odd_q, odd_q_rope, tile, kv_cache, table, low, high, first_key, end_key,
+    scale_log2, stride_page, stride_token, stride_table_p,
     RANK: tl.constexpr, ROPE: tl.constexpr, RANK_PAD: tl.constexpr, ROPE_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, QK_DTYPE: tl.constexpr, PV_DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys into the running (acc, peak, total). Not MASKED: every row sees every key of it."""
+    """One tile of keys into the running (acc, odd_acc, peak, total). Not MASKED: every row sees every key of it."""
     column = tl.arange(0, RANK_PAD)
     rope_column = tl.arange(0, ROPE_PAD)
     key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -111,10 +184,18 @@ def _attend(
     offset = key % PAGE
     key_row = kv_cache + page * stride_page + offset * stride_token
     latent = _load_columns(key_row, key_live, column, RANK, RANK_PAD, MASKED)
-    scores = tl.dot(q, tl.trans(latent.to(QK_DTYPE)), input_precision=PRECISION)
+    if PAIRS:
+        even, odd = _even_and_odd(tl.trans(latent), QK_DTYPE, PTX)
+        scores = tl.dot(odd_q, odd, acc=tl.dot(q, even))
+    else:
+        scores = tl.dot(q, tl.trans(latent.to(QK_DTYPE)), input_precision=PRECISION)
     if ROPE > 0:
         rope = _load_columns(key_row + RANK, key_live, rope_column, ROPE, ROPE_PAD, MASKED)
-        scores = tl.dot(q_rope, tl.trans(rope.to(QK_DTYPE)), acc=scores, input_precision=PRECISION)
+        if PAIRS:
+            even, odd = _even_and_odd(tl.trans(rope), QK_DTYPE, PTX)
+            scores = tl.dot(odd_q_rope, odd, acc=tl.dot(q_rope, even, acc=scores))
+        else:
+            scores = tl.dot(q_rope, tl.trans(rope.to(QK_DTYPE)), acc=scores, input_precision=PRECISION)
     if not ALIGNED:
         scores = scores * scale_log2
     if MASKED:
@@ -134,8 +215,14 @@ def _attend(
         weight = tl.exp2(scores - shift[:, None])
     total = total * rescale + tl.sum(weight, axis=1)
     acc = acc * rescale[:, None]
-    acc = tl.dot(weight.to(PV_DTYPE), latent.to(PV_DTYPE), acc=acc, input_precision=PRECISION)
-    return acc, new_peak, total
+    weight = weight.to(PV_DTYPE)
+    if PAIRS:
+        even, odd = _even_and_odd(latent, PV_DTYPE, PTX)
+        acc = tl.dot(weight, even, acc=acc)
+        odd_acc = tl.dot(weight, odd, acc=odd_acc * rescale[:, None])
+    else:
+        acc = tl.dot(weight, latent.to(PV_DTYPE), acc=acc, input_precision=PRECISION)
+    return acc, odd_acc, new_peak, total
 
 
 @kernel(
@@ -155,12 +242,26 @@ def _decode_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_VISIBLE: tl.constexpr, HAS_CP: tl.constexpr,
     HAS_LSE: tl.constexpr, SPLIT: tl.constexpr, QK_DTYPE: tl.constexpr, PV_DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr, PEEL: tl.constexpr, ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr, PEEL: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     # ALIGNED also says that a block table's row is dense, that a page's tokens lie within 2^31 elements, and that the
     # scale is a normal positive number, which can be applied after the max; 0 * -inf or a change of sign cannot.
     if ALIGNED:
         stride_table_p = 1
+    # PAIRS: of the columns of an FP8 cache; else a "pair" is one column.
+    BY_PAIRS: tl.constexpr = PAIRS and ALIGNED
+    WIDTH: tl.constexpr = 2 if BY_PAIRS else 1
+    # An FP8 query too, or Triton lays out both operands of a product for FP8.
+    OF_PAIRS: tl.constexpr = BY_PAIRS and query.dtype.element_ty == tl.float8e4nv
+    if OF_PAIRS:
+        query = query.to(tl.pointer_type(tl.int16), bitcast=True)
+        stride_query_b = stride_query_b // 2
+        stride_query_q = stride_query_q // 2
+        stride_query_h = stride_query_h // 2
+    if BY_PAIRS:
+        kv_cache = kv_cache.to(tl.pointer_type(tl.int16), bitcast=True)
+        stride_page = stride_page // 2
+        stride_token = stride_token // 2
     rows = q_len * heads
     row_tiles = tl.cdiv(rows, BLOCK_M)
     # Row tiles of one split are neighbours: they read the same keys at the same time, once from memory.
@@ -190,20 +291,15 @@ def _decode_kernel(
 
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, RANK_PAD], tl.float32)
+    acc = tl.zeros([BLOCK_M, RANK_PAD // WIDTH], tl.float32)
+    odd_acc = acc
     if begin < end:
-        column = tl.arange(0, RANK_PAD)
-        rope_column = tl.arange(0, ROPE_PAD)
         query_row = (
             query + batch * stride_query_b + position.to(tl.int64) * stride_query_q + head.to(tl.int64) * stride_query_h
         )
-        q = tl.load(query_row[:, None] + column[None, :], mask=row_live[:, None] & (column < RANK)[None, :], other=0.0)
-        q = q.to(QK_DTYPE)
-        if ROPE > 0:
-            rope_mask = row_live[:, None] & (rope_column < ROPE)[None, :]
-            q_rope = tl.load(query_row[:, None] + RANK + rope_column[None, :], mask=rope_mask, other=0.0).to(QK_DTYPE)
-        else:
-            q_rope = q
+        q, odd_q = _query_columns(query_row, row_live, RANK, RANK_PAD, QK_DTYPE, BY_PAIRS, OF_PAIRS, PTX)
+        query_row += RANK // 2 if OF_PAIRS else RANK
+        q_rope, odd_q_rope = _query_columns(query_row, row_live, ROPE, ROPE_PAD, QK_DTYPE, BY_PAIRS, OF_PAIRS, PTX)
         table = block_tables + batch * stride_table_b
         # PEEL: only the tiles at either end, which some row does not see whole, are masked; not the bulk between them.
         bulk = end
@@ -213,22 +309,26 @@ def _decode_kernel(
             bulk_tiles = tl.maximum(tl.minimum(tl.min(high, axis=0) // BLOCK_N, end) - bulk, 0)
         for index in range(begin, end - bulk_tiles):
             tile = tl.where(index < bulk, index, index + bulk_tiles) if PEEL else index
-            acc, peak, total = _attend(
-                acc, peak, total, q, q_rope, tile, kv_cache, table, low, high, first_key, end_key, scale_log2,
-                stride_page, stride_token, stride_table_p, RANK, ROPE, RANK_PAD, ROPE_PAD, PAGE, BLOCK_N,
-                HAS_WINDOW, QK_DTYPE, PV_DTYPE, PRECISION, ALIGNED, True,
+            acc, odd_acc, peak, total = _attend(
+                acc, odd_acc, peak, total, q, q_rope, odd_q, odd_q_rope, tile, kv_cache, table, low, high,
+                first_key, end_key, scale_log2, stride_page, stride_token, stride_table_p, RANK // WIDTH,
+                ROPE // WIDTH, RANK_PAD // WIDTH, ROPE_PAD // WIDTH, PAGE, BLOCK_N, HAS_WINDOW, QK_DTYPE, PV_DTYPE,
+                PRECISION, ALIGNED, BY_PAIRS, PTX, True,
             )  # fmt: skip
         if PEEL:
             for tile in range(bulk, bulk + bulk_tiles):
-                acc, peak, total = _attend(
-                    acc, peak, total, q, q_rope, tile, kv_cache, table, low, high, first_key, end_key, scale_log2,
-                    stride_page, stride_token, stride_table_p, RANK, ROPE, RANK_PAD, ROPE_PAD, PAGE, BLOCK_N,
-                    HAS_WINDOW, QK_DTYPE, PV_DTYPE, PRECISION, ALIGNED, False,
+                acc, odd_acc, peak, total = _attend(
+                    acc, odd_acc, peak, total, q, q_rope, odd_q, odd_q_rope, tile, kv_cache, table, low, high,
+                    first_key, end_key, scale_log2, stride_page, stride_token, stride_table_p, RANK // WIDTH,
+                    ROPE // WIDTH, RANK_PAD // WIDTH, ROPE_PAD // WIDTH, PAGE, BLOCK_N, HAS_WINDOW, QK_DTYPE, PV_DTYPE,
+                    PRECISION, ALIGNED, BY_PAIRS, PTX, False,
                 )  # fmt: skip
 
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     row_lse = tl.where(empty, float("-inf"), peak + tl.log2(total))
+    if BY_PAIRS:
+        acc = tl.reshape(tl.join(acc, odd_acc), [BLOCK_M, RANK_PAD])
     acc = acc / total[:, None]
     column = tl.arange(0, RANK_PAD)
     store_mask = row_live[:, None] & (column < RANK)[None, :]
@@ -258,21 +358,21 @@ def why_not(problem: Decode) -> str | None:
 
 @cache
 def tile_config(
-    rows: int, page_size: int, columns: int, query_dtype: torch.dtype, cache_dtype: torch.dtype,
+    rows: int, page_size: int, columns: int, query_dtype: torch.dtype, cache_dtype: torch.dtype, by_pairs: bool,
     capability: tuple[int, int] | None,
 ) -> tuple[int, int, int, int]:  # fmt: skip
     """(BLOCK_M, BLOCK_N, warps, stages) for `rows` = q_len * H query rows a request and `columns` padded cache columns.
 
     `capability` is None under the interpreter. The best of a sweep on an H200, made smaller where shared memory is.
     """
-    block_m, block_n, warps, stages = _fastest_tiles(rows, page_size, query_dtype, cache_dtype)
+    block_m, block_n, warps, stages = _fastest_tiles(rows, page_size, query_dtype, cache_dtype, by_pairs)
 
     def used() -> int:
-        query = block_m * columns * query_dtype.itemsize
+        query = block_m * columns * max(query_dtype.itemsize, torch.float16.itemsize if by_pairs else 1)
         # wgmma reads keys where they were loaded, one tile while the next arrives; mma takes them to registers first.
         buffers = 2 if capability == (9, 0) and block_m == 64 and cache_dtype != FP8 else 1
         keys = buffers * block_n * columns * cache_dtype.itemsize
-        converted = block_n * columns * torch.float16.itemsize if cache_dtype == FP8 else 0
+        converted = block_n * columns * torch.float16.itemsize if cache_dtype == FP8 and not by_pairs else 0
         return query + keys + converted
 
     while capability and used() > shared_bytes(capability) and block_m * block_n > 16 * 16:
@@ -283,14 +383,18 @@ def tile_config(
     return block_m, block_n, warps, stages
 
 
-def _fastest_tiles(rows: int, page_size: int, query_dtype: torch.dtype, cache_dtype: torch.dtype):
-    """Small tiles are for 16-bit caches, where memory bounds them. An FP8 tile passes through registers on its way to
-    the value product; with 64 rows, wgmma takes it from shared memory at least. Pages smaller than a tile need a
-    pointer a key: their tiles are smaller, or have more warps, lest they spill.
+def _fastest_tiles(
+    rows: int, page_size: int, query_dtype: torch.dtype, cache_dtype: torch.dtype, by_pairs: bool
+) -> tuple[int, int, int, int]:
+    """Small tiles are for where memory bounds them: 16-bit caches, and FP8 by pairs. Else an FP8 tile passes through
+    registers on its way to the value product; with 64 rows, wgmma takes it from shared memory at least. Pages smaller
+    than a tile need a pointer a key: their tiles are smaller, or have more warps, lest they spill.
     """
     small_pages = page_size < 64
     if query_dtype == torch.float32:
         return 16, 16, 4, 2
+    if by_pairs:
+        return 16, 64, 4, 2
     if cache_dtype == FP8:
         return (16, 32, 8 if small_pages else 4, 2) if query_dtype != FP8 and rows <= 16 else (64, 64, 8, 2)
     if rows > 32:
@@ -325,8 +429,9 @@ def mla_decode(problem: Decode, out: Tensor, lse: Tensor | None = None) -> None:
     rank_pad = max(MIN_DOT_K, triton.next_power_of_2(rank))
     rope_pad = max(MIN_DOT_K, triton.next_power_of_2(rope))
     capability = target_capability(problem.device)
+    pairs = rows <= 16 and kv_cache.dtype == FP8 and query.dtype != torch.float32 and rank % 2 == 0 and rope % 2 == 0
     block_m, block_n, warps, stages = tile_config(
-        rows, problem.page_size, rank_pad + (rope_pad if rope else 0), query.dtype, kv_cache.dtype, capability
+        rows, problem.page_size, rank_pad + (rope_pad if rope else 0), query.dtype, kv_cache.dtype, pairs, capability
     )
     row_tiles = triton.cdiv(rows, block_m)
     splits = num_splits(problem, problem.batch * row_tiles, block_m, block_n)
@@ -337,6 +442,8 @@ def mla_decode(problem: Decode, out: Tensor, lse: Tensor | None = None) -> None:
         partial, partial_lse = scratch.split((states * rank, states))
     tables, visible, causal_seqs = problem.block_tables, problem.local_visible_lens, problem.causal_seqs
     fp8 = query.dtype == FP8
+    qk_dtype = torch.float16 if fp8 and pairs else query.dtype
+    pv_dtype = torch.float16 if fp8 or pairs else query.dtype
     scale_log2 = problem.softmax_scale * LOG2_E
     page_stride, token_stride = row_strides(kv_cache)
     table_strides = tables.stride()
@@ -359,10 +466,10 @@ def mla_decode(problem: Decode, out: Tensor, lse: Tensor | None = None) -> None:
             PAGE=problem.page_size, BLOCK_M=block_m, BLOCK_N=block_n, MIN_TILES=MIN_TILES,
             IS_CAUSAL=problem.is_causal, HAS_WINDOW=problem.window_left >= 0, HAS_VISIBLE=visible is not None,
             HAS_CP=causal_seqs is not None, HAS_LSE=partial_lse is not None, SPLIT=splits > 1,
-            QK_DTYPE=TRITON_DTYPES[query.dtype], PV_DTYPE=TRITON_DTYPES[torch.float16 if fp8 else query.dtype],
+            QK_DTYPE=TRITON_DTYPES[qk_dtype], PV_DTYPE=TRITON_DTYPES[pv_dtype],
             PRECISION="ieee",
             # A second loop pays where memory is the bound; the registers of a large tile do not stretch to it.
-            PEEL=block_m < 64,
+            PEEL=block_m < 64, PAIRS=pairs, PTX=capability is not None and not torch.version.hip,
             num_warps=warps, num_stages=stages, **OPTIONS,
             aligned_if=usual,
             general={"BLOCK_N": min(block_n, GENERAL_BLOCK_N), "num_warps": 8} | _no_fp8_wgmma(fp8, capability),
