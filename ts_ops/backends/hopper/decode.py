@@ -128,7 +128,7 @@ def mla_decode(problem: Decode, out: Tensor, lse: Tensor | None = None) -> None:
         combine_kernel[grid](
             records, partial, partial_lse, words, lse, wants_lse, problem.output_scale, rows, row_tiles,
             TRANSPOSED=dtype == FP8, FROM_BF16=dtype == torch.bfloat16, TO_BF16=dtype != torch.float16, **constants,
-            num_warps=4, launch_pdl=True,
+            num_warps=2, launch_pdl=True,
         )  # fmt: skip
 
 

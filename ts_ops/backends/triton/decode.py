@@ -388,7 +388,8 @@ def _fastest_tiles(
 ) -> tuple[int, int, int, int]:
     """Small tiles are for where memory bounds them: 16-bit caches, and FP8 by pairs. Else an FP8 tile passes through
     registers on its way to the value product; with 64 rows, wgmma takes it from shared memory at least. Pages smaller
-    than a tile need a pointer a key: their tiles are smaller, or have more warps, lest they spill.
+    than a tile need a pointer a key: FP8 tiles have more warps then and large ones are smaller, lest they spill. Small
+    16-bit ones spill a little, which costs less than more warps do.
     """
     small_pages = page_size < 64
     if query_dtype == torch.float32:
@@ -399,7 +400,7 @@ def _fastest_tiles(
         return (16, 32, 8 if small_pages else 4, 2) if query_dtype != FP8 and rows <= 16 else (64, 64, 8, 2)
     if rows > 32:
         return 64, 32 if small_pages else 64, 8, 2
-    return (32, 64, 8, 2) if rows > 16 else (16, 64, 8 if small_pages else 4, 2)
+    return (32, 64, 8, 2) if rows > 16 else (16, 64, 4, 2)
 
 
 def num_splits(problem: Decode, tiles: int, block_m: int, block_n: int) -> int:
