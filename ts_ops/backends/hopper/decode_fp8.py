@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..triton.launch import LN_2
+from ..triton.pairs import PAIRS_TO_FP16
 from . import fp8_weights
 from .dialect import barrier, tma_load
 from .fp8_weights import BOX, STAGES, score_views, values_view
@@ -70,17 +71,8 @@ def _halves(pairs):
     """int16 pairs of e4m3 columns, two keys to a register -> their even and their odd columns in fp16."""
     # Not pure: else ptxas moves the conversion below the wait that follows it.
     return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 evens, odds; .reg .b16 even, odd;
-        prmt.b32 evens, $2, $2, 0x2020;
-        prmt.b32 odds, $2, $2, 0x3131;
-        cvt.u16.u32 even, evens;
-        cvt.u16.u32 odd, odds;
-        cvt.rn.f16x2.e4m3x2 $0, even;
-        cvt.rn.f16x2.e4m3x2 $1, odd;
-        }""",
-        "=r,=r,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=False, pack=2,
-    )  # fmt: skip
+        PAIRS_TO_FP16, "=r,=r,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=False, pack=2
+    )
 
 
 @gluon.jit

@@ -1,6 +1,7 @@
 """Triton kernels for every operator, on any GPU that Triton compiles for.
 
-One file a kernel: decode.py (split-KV) and combine.py, prefill.py, merge.py, cache.py (write and gather), pack.py.
+One file a kernel: decode.py (split-KV; pairs.py for FP8) and combine.py, prefill.py, merge.py, cache.py (write and
+gather), pack.py.
 Under TRITON_INTERPRET=1 the same kernels run on CPU tensors, for tests.
 """
 

@@ -33,6 +33,7 @@ from .launch import (
     shared_bytes,
     target_capability,
 )
+from .pairs import even_and_odd
 
 MIN_TILES = 2  # a split of fewer key tiles costs more in the combine than it saves
 MAX_SPLITS = 128
@@ -91,52 +92,6 @@ def _load_columns(key_row, key_live, column, DIM: tl.constexpr, DIM_PAD: tl.cons
 
 
 @triton.jit
-def _even_and_odd(pairs, DTYPE: tl.constexpr, PTX: tl.constexpr):
-    """int16 pairs of e4m3 columns -> their even and their odd columns in fp16 or bf16, exactly.
-
-    Elementwise, so that it can happen where the tensor cores want their operands.
-    """
-    if not PTX:
-        even = pairs.to(tl.int8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
-        odd = (pairs >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
-    elif DTYPE == tl.float16:
-        even, odd = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 evens, odds; .reg .b16 even, odd;
-            prmt.b32 evens, $2, $2, 0x2020;
-            prmt.b32 odds, $2, $2, 0x3131;
-            cvt.u16.u32 even, evens;
-            cvt.u16.u32 odd, odds;
-            cvt.rn.f16x2.e4m3x2 $0, even;
-            cvt.rn.f16x2.e4m3x2 $1, odd;
-            }""",
-            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        even, odd = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 evens, odds; .reg .b16 even, odd, low, high; .reg .f32 left, right;
-            prmt.b32 evens, $2, $2, 0x2020;
-            prmt.b32 odds, $2, $2, 0x3131;
-            cvt.u16.u32 even, evens;
-            cvt.u16.u32 odd, odds;
-            cvt.rn.f16x2.e4m3x2 evens, even;
-            cvt.rn.f16x2.e4m3x2 odds, odd;
-            mov.b32 {low, high}, evens;
-            cvt.f32.f16 left, low;
-            cvt.f32.f16 right, high;
-            cvt.rn.bf16x2.f32 $0, right, left;
-            mov.b32 {low, high}, odds;
-            cvt.f32.f16 left, low;
-            cvt.f32.f16 right, high;
-            cvt.rn.bf16x2.f32 $1, right, left;
-            }""",
-            "=r,=r,r", [pairs], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-        )  # fmt: skip
-    return even, odd
-
-
-@triton.jit
 def _query_columns(
     row, row_live, DIM: tl.constexpr, DIM_PAD: tl.constexpr, DTYPE: tl.constexpr, PAIRS: tl.constexpr,
     OF_PAIRS: tl.constexpr, PTX: tl.constexpr,
@@ -149,7 +104,7 @@ def _query_columns(
         column = tl.arange(0, DIM_PAD // 2)
         mask = row_live[:, None] & (column < DIM // 2)[None, :]
         if OF_PAIRS:
-            even, odd = _even_and_odd(tl.load(row[:, None] + column[None, :], mask=mask, other=0.0), DTYPE, PTX)
+            even, odd = even_and_odd(tl.load(row[:, None] + column[None, :], mask=mask, other=0.0), DTYPE, PTX)
         else:
             even = tl.load(row[:, None] + 2 * column[None, :], mask=mask, other=0.0).to(DTYPE)
             odd = tl.load(row[:, None] + 2 * column[None, :] + 1, mask=mask, other=0.0).to(DTYPE)
@@ -185,14 +140,14 @@ def _attend(
     key_row = kv_cache + page * stride_page + offset * stride_token
     latent = _load_columns(key_row, key_live, column, RANK, RANK_PAD, MASKED)
     if PAIRS:
-        even, odd = _even_and_odd(tl.trans(latent), QK_DTYPE, PTX)
+        even, odd = even_and_odd(tl.trans(latent), QK_DTYPE, PTX)
         scores = tl.dot(odd_q, odd, acc=tl.dot(q, even))
     else:
         scores = tl.dot(q, tl.trans(latent.to(QK_DTYPE)), input_precision=PRECISION)
     if ROPE > 0:
         rope = _load_columns(key_row + RANK, key_live, rope_column, ROPE, ROPE_PAD, MASKED)
         if PAIRS:
-            even, odd = _even_and_odd(tl.trans(rope), QK_DTYPE, PTX)
+            even, odd = even_and_odd(tl.trans(rope), QK_DTYPE, PTX)
             scores = tl.dot(odd_q_rope, odd, acc=tl.dot(q_rope, even, acc=scores))
         else:
             scores = tl.dot(q_rope, tl.trans(rope.to(QK_DTYPE)), acc=scores, input_precision=PRECISION)
@@ -217,7 +172,7 @@ def _attend(
     acc = acc * rescale[:, None]
     weight = weight.to(PV_DTYPE)
     if PAIRS:
-        even, odd = _even_and_odd(latent, PV_DTYPE, PTX)
+        even, odd = even_and_odd(latent, PV_DTYPE, PTX)
         acc = tl.dot(weight, even, acc=acc)
         odd_acc = tl.dot(weight, odd, acc=odd_acc * rescale[:, None])
     else:
