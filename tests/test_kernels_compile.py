@@ -154,15 +154,20 @@ SMALL = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("case, capability", [(c, 90) for c in CASES] + [(c, 80) for c in SM_80] + [*SMALL])
-def test_compiles_without_spills(case, capability):
+def compiled(capability: int, operator: str, problem) -> list[Compiled]:
+    return compiled_by(capability, lambda: getattr(triton_backend, operator)(problem, *problem.allocate()))
+
+
+def skip_where_refused(case: str, capability: int) -> None:
     if case.endswith("bf16-over-fp8") and capability == 89 and triton_backend.OLD_TRITON:
         pytest.skip("the backend refuses it by name under Triton 3.6")
-    operator, problem = CASES[case]()
-    launcher = getattr(triton_backend, operator)
-    kernels = compiled_by(capability, lambda: launcher(problem, *problem.allocate()))
+
+
+@pytest.mark.parametrize("case, capability", [(c, 90) for c in CASES] + [(c, 80) for c in SM_80] + [*SMALL])
+def test_compiles_without_spills(case, capability):
+    skip_where_refused(case, capability)
     allowed, _ = SPILLS.get((case, capability), (0, ""))
-    assert_fit(kernels, capability, allowed)
+    assert_fit(compiled(capability, *CASES[case]()), capability, allowed)
 
 
 # (case, capability) -> most bytes a thread under any Triton from 3.6 on. A load then takes one element, and a tile's
@@ -193,22 +198,20 @@ def test_general_variant_compiles_within_bounds(case, capability):
         tensor = getattr(problem, name)
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
             setattr(problem, name, empty(*tensor.shape[:-1], tensor.shape[-1] + 1, dtype=tensor.dtype)[..., 1:])
-    kernels = compiled_by(capability, lambda: getattr(triton_backend, operator)(problem, *problem.allocate()))
+    kernels = compiled(capability, operator, problem)
     assert_fit(kernels, capability, GENERAL_SPILLS[case, capability])
 
 
 @pytest.mark.parametrize("case, instruction", [("decode-H128-bf16", "HGMMA"), ("decode-H128-fp8", "QGMMA")])
 def test_large_tiles_use_the_hopper_tensor_cores(case, instruction):
-    operator, problem = CASES[case]()
-    kernels = compiled_by(90, lambda: getattr(triton_backend, operator)(problem, *problem.allocate()))
+    kernels = compiled(90, *CASES[case]())
     assert instruction in kernels[0].sass
 
 
 @pytest.mark.parametrize("rank, rope", [(100, 64), (128, 63), (257, 63), (512, 63)])
 def test_fp8_in_odd_dims_stays_off_the_fp8_tensor_cores(rank, rope):
     """Which give garbage where rope columns are loaded byte by byte, also if rows are aligned, as of 257 + 63."""
-    operator, problem = decode(128, FP8, rank=rank, rope=rope)
-    kernels = compiled_by(90, lambda: getattr(triton_backend, operator)(problem, *problem.allocate()))
+    kernels = compiled(90, *decode(128, FP8, rank=rank, rope=rope))
     assert "HGMMA" in kernels[0].sass and "QGMMA" not in kernels[0].sass
     assert kernels[0].shared <= MAX_SHARED[90]
 
@@ -217,9 +220,7 @@ def test_fp8_in_odd_dims_stays_off_the_fp8_tensor_cores(rank, rope):
 @pytest.mark.parametrize("case", ["decode-H16-fp8", "decode-H16-fp8-page16", "decode-H16-bf16-over-fp8"])
 def test_small_tiles_of_an_fp8_cache_are_not_read_byte_by_byte(case, capability):
     """They are copied asynchronously, and transposed on their way to the value product by ldmatrix."""
-    if case.endswith("bf16-over-fp8") and capability == 89 and triton_backend.OLD_TRITON:
-        pytest.skip("the backend refuses it by name under Triton 3.6")
-    operator, problem = CASES[case]()
-    kernel, *_ = compiled_by(capability, lambda: getattr(triton_backend, operator)(problem, *problem.allocate()))
+    skip_where_refused(case, capability)
+    kernel, *_ = compiled(capability, *CASES[case]())
     assert "LDS.U8" not in kernel.sass
     assert "LDGSTS" in kernel.sass and "LDSM.16.MT88" in kernel.sass

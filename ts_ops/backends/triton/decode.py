@@ -6,9 +6,10 @@ they load, and one split of that tile's keys. It walks its split BLOCK_N keys at
 them. The split ranges come from the live lengths on the device; only the number of splits is fixed by the host, from
 shapes and hints, so a captured launch stays right and balanced when lengths change.
 
-On Hopper the score and value products of 64-row tiles are wgmma; smaller tiles use mma with M 16. There an FP8 cache is
-read as pairs of columns, 16 bits like all that ldmatrix can transpose for the value product: byte by byte, that takes
-longer than a BF16 cache does. Even and odd columns are operands, and sums, of their own.
+On Hopper the score and value products of 64-row tiles are wgmma; smaller tiles use mma with M 16. Of 16
+rows, such a tile reads an aligned FP8 cache as pairs of columns, 16 bits like all that ldmatrix can transpose for the
+value product: byte by byte, that takes longer than a BF16 cache does. Even and odd columns are operands, and sums, of
+their own.
 """
 
 from functools import cache
@@ -94,16 +95,16 @@ def _load_columns(key_row, key_live, column, DIM: tl.constexpr, DIM_PAD: tl.cons
 @triton.jit
 def _query_columns(
     row, row_live, DIM: tl.constexpr, DIM_PAD: tl.constexpr, DTYPE: tl.constexpr, PAIRS: tl.constexpr,
-    OF_PAIRS: tl.constexpr, PTX: tl.constexpr,
+    QUERY_PAIRS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Columns of query rows, 0 past DIM: all of them, twice, or with PAIRS the even and the odd ones.
 
-    OF_PAIRS: `row` points to pairs.
+    QUERY_PAIRS: `row` points to pairs.
     """
     if PAIRS:
         column = tl.arange(0, DIM_PAD // 2)
         mask = row_live[:, None] & (column < DIM // 2)[None, :]
-        if OF_PAIRS:
+        if QUERY_PAIRS:
             even, odd = even_and_odd(tl.load(row[:, None] + column[None, :], mask=mask, other=0.0), DTYPE, PTX)
         else:
             even = tl.load(row[:, None] + 2 * column[None, :], mask=mask, other=0.0).to(DTYPE)
@@ -207,8 +208,8 @@ def _decode_kernel(
     BY_PAIRS: tl.constexpr = PAIRS and ALIGNED
     WIDTH: tl.constexpr = 2 if BY_PAIRS else 1
     # An FP8 query too, or Triton lays out both operands of a product for FP8.
-    OF_PAIRS: tl.constexpr = BY_PAIRS and query.dtype.element_ty == tl.float8e4nv
-    if OF_PAIRS:
+    QUERY_PAIRS: tl.constexpr = BY_PAIRS and query.dtype.element_ty == tl.float8e4nv
+    if QUERY_PAIRS:
         query = query.to(tl.pointer_type(tl.int16), bitcast=True)
         stride_query_b = stride_query_b // 2
         stride_query_q = stride_query_q // 2
@@ -252,9 +253,9 @@ def _decode_kernel(
         query_row = (
             query + batch * stride_query_b + position.to(tl.int64) * stride_query_q + head.to(tl.int64) * stride_query_h
         )
-        q, odd_q = _query_columns(query_row, row_live, RANK, RANK_PAD, QK_DTYPE, BY_PAIRS, OF_PAIRS, PTX)
-        query_row += RANK // 2 if OF_PAIRS else RANK
-        q_rope, odd_q_rope = _query_columns(query_row, row_live, ROPE, ROPE_PAD, QK_DTYPE, BY_PAIRS, OF_PAIRS, PTX)
+        q, odd_q = _query_columns(query_row, row_live, RANK, RANK_PAD, QK_DTYPE, BY_PAIRS, QUERY_PAIRS, PTX)
+        query_row += RANK // 2 if QUERY_PAIRS else RANK
+        q_rope, odd_q_rope = _query_columns(query_row, row_live, ROPE, ROPE_PAD, QK_DTYPE, BY_PAIRS, QUERY_PAIRS, PTX)
         table = block_tables + batch * stride_table_b
         # PEEL: only the tiles at either end, which some row does not see whole, are masked; not the bulk between them.
         bulk = end
@@ -323,7 +324,7 @@ def tile_config(
     block_m, block_n, warps, stages = _fastest_tiles(rows, page_size, query_dtype, cache_dtype, by_pairs)
 
     def used() -> int:
-        query = block_m * columns * max(query_dtype.itemsize, torch.float16.itemsize if by_pairs else 1)
+        query = block_m * columns * (torch.float16 if by_pairs else query_dtype).itemsize
         # wgmma reads keys where they were loaded, one tile while the next arrives; mma takes them to registers first.
         buffers = 2 if capability == (9, 0) and block_m == 64 and cache_dtype != FP8 else 1
         keys = buffers * block_n * columns * cache_dtype.itemsize
@@ -385,9 +386,9 @@ def mla_decode(problem: Decode, out: Tensor, lse: Tensor | None = None) -> None:
     rank_pad = max(MIN_DOT_K, triton.next_power_of_2(rank))
     rope_pad = max(MIN_DOT_K, triton.next_power_of_2(rope))
     capability = target_capability(problem.device)
-    pairs = rows <= 16 and kv_cache.dtype == FP8 and query.dtype != torch.float32 and rank % 2 == 0 and rope % 2 == 0
+    by_pairs = rows <= 16 and kv_cache.dtype == FP8 and query.dtype != torch.float32 and rank % 2 == 0 and rope % 2 == 0
     block_m, block_n, warps, stages = tile_config(
-        rows, problem.page_size, rank_pad + (rope_pad if rope else 0), query.dtype, kv_cache.dtype, pairs, capability
+        rows, problem.page_size, rank_pad + (rope_pad if rope else 0), query.dtype, kv_cache.dtype, by_pairs, capability
     )
     row_tiles = triton.cdiv(rows, block_m)
     splits = num_splits(problem, problem.batch * row_tiles, block_m, block_n)
@@ -398,8 +399,8 @@ def mla_decode(problem: Decode, out: Tensor, lse: Tensor | None = None) -> None:
         partial, partial_lse = scratch.split((states * rank, states))
     tables, visible, causal_seqs = problem.block_tables, problem.local_visible_lens, problem.causal_seqs
     fp8 = query.dtype == FP8
-    qk_dtype = torch.float16 if fp8 and pairs else query.dtype
-    pv_dtype = torch.float16 if fp8 or pairs else query.dtype
+    qk_dtype = torch.float16 if fp8 and by_pairs else query.dtype
+    pv_dtype = torch.float16 if fp8 or by_pairs else query.dtype
     scale_log2 = problem.softmax_scale * LOG2_E
     page_stride, token_stride = row_strides(kv_cache)
     table_strides = tables.stride()
@@ -425,7 +426,7 @@ def mla_decode(problem: Decode, out: Tensor, lse: Tensor | None = None) -> None:
             QK_DTYPE=TRITON_DTYPES[qk_dtype], PV_DTYPE=TRITON_DTYPES[pv_dtype],
             PRECISION="ieee",
             # A second loop pays where memory is the bound; the registers of a large tile do not stretch to it.
-            PEEL=block_m < 64, PAIRS=pairs, PTX=capability is not None and not torch.version.hip,
+            PEEL=block_m < 64, PAIRS=by_pairs, PTX=capability is not None and not torch.version.hip,
             num_warps=warps, num_stages=stages, **OPTIONS,
             aligned_if=usual,
             general={"BLOCK_N": min(block_n, GENERAL_BLOCK_N), "num_warps": 8} | _no_fp8_wgmma(fp8, capability),
