@@ -78,16 +78,17 @@ def tiles(rows: int, sms: int) -> tuple[int, int, int]:
 
 
 @functools.cache
-def combine_grid(block_rows: int, row_tiles: int, records: int, workers: int) -> tuple[tuple, dict]:
+def combine_grid(block_rows: int, row_tiles: int, batch: int, workers: int) -> tuple[tuple, dict]:
     """The grid of combine.py, and constants that follow from it."""
-    pairs = row_tiles * block_rows // 2
+    pairs, records = row_tiles * block_rows // 2, min(batch, workers)
     # As many pieces of a request at once as an even plan makes of it, if they are not too many, and 8192 words.
     pieces = min(max(triton.next_power_of_2(workers // records), 2), 32)
     parts = 2 * WORDS // min(2 * WORDS, 8192 // pieces)
     while pairs * records * parts < LEAST_COMBINES and parts < 2 * WORDS // 64:
         parts *= 2
-    # Of many requests most are whole, and their programs cost only their launch.
-    per_program = 4 if pairs * records * parts > 8 * LEAST_COMBINES else 1
+    # Of a batch that nearly fills the workers most requests are whole (see plan.py): programs that cost their launch.
+    fills = -batch % workers * 16 <= batch
+    per_program = 4 if fills and pairs * records * parts >= 4 * LEAST_COMBINES else 1
     constants = {"ROWS": block_rows, "PART": 2 * WORDS // parts, "PER_PROGRAM": per_program, "CHUNK": pieces}
     return (triton.cdiv(pairs, per_program) * parts, records), constants
 
@@ -122,7 +123,7 @@ def mla_decode(problem: Decode, out: Tensor, lse: Tensor | None = None) -> None:
         _page_rows(problem), problem.capacity, min(problem.window_left, problem.capacity + problem.q_len),
         int(problem.is_causal), tables.stride(0), problem.seq_lens.stride(0),
     )  # fmt: skip
-    grid, constants = combine_grid(block_rows, row_tiles, min(problem.batch, workers), workers)
+    grid, constants = combine_grid(block_rows, row_tiles, problem.batch, workers)
     with on_device(problem.device):
         LAUNCH[dtype](problem, (row_tiles, workers), block_rows, arguments)
         combine_kernel[grid](

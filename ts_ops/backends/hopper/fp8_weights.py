@@ -43,7 +43,7 @@ from .softmax import (
 
 STAGES = gl.constexpr(4)
 BUFFERS = gl.constexpr(5)  # of weights
-REGISTERS = gl.constexpr(128)  # a thread of the softmax
+REGISTERS = gl.constexpr(136)  # a thread of the softmax
 BOX = gl.constexpr(128)  # columns of a TMA copy
 BLOCK = gl.constexpr(16)  # keys that ldmatrix transposes at once
 KEYS = gl.constexpr(32)  # of a slice: as many as a product takes
@@ -114,9 +114,8 @@ def _exp2(values):
 
 
 @gluon.jit
-def _scores(scores, q_latent, keys, step, box: gl.constexpr, boxes: gl.constexpr):
+def _scores(scores, query, keys, step, box: gl.constexpr, boxes: gl.constexpr):
     """Add the products of some boxes of latent columns, or begin with them. Not waited for."""
-    query = q_latent.slice(box * BOX, boxes * BOX, dim=1)
     latent = keys.index(step % STAGES).slice(box * BOX, boxes * BOX, dim=1)
     return warpgroup_mma(query, latent.permute((1, 0)), scores, use_acc=box > 0, is_async=True)
 
@@ -134,6 +133,7 @@ def weigh(shared):
         query_read, finished, taken, plan, lens, first_row, rows, heads, q_len, window, causal, scale_log2,
     ) = shared  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
+    QUERY: gl.constexpr = gl.DotOperandLayout(0, SCORES, 4)
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     seq_lens, stride_lens, capacity = lens
     first_request, end_request, offset, quota = plan
@@ -157,9 +157,11 @@ def weigh(shared):
         total = no_weights()
         zero = unknown_zero(capacity)
         q_index = zero
-        q_latent = q_latents.index(q_index)
+        q_left = q_latents.index(q_index).slice(0, HALF, dim=1).load(QUERY)
+        q_right = q_latents.index(q_index).slice(HALF, HALF, dim=1)
         mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1, pred=begin_tile < end_tile)
-        next_scores = _scores(zeros, q_latent, keys, step, 0, 4)
+        next_scores = _scores(zeros, q_left, keys, step, 0, 2)
+        next_scores = _scores(next_scores, q_right, keys, step, 2, 2)
         next_scores = _rope_scores(next_scores, q_rope, rope_keys, step)
         for tile in range(first + begin_tile, first + end_tile):
             stage = step % STAGES
@@ -168,20 +170,20 @@ def weigh(shared):
             # After the last tile its scores once more, and no one looks at them.
             later = gl.where(tile + 1 < first + end_tile, step + 1, step)
             q_index += zero
-            q_latent = q_latents.index(q_index)
+            q_right = q_latents.index(q_index).slice(HALF, HALF, dim=1)
             next_scores = warpgroup_mma_wait(0, deps=(next_scores,))
             scores = _times(next_scores, scale)
             mbarrier.wait(full.index(later % STAGES), (later // STAGES) & 1)
-            next_scores = _scores(next_scores, q_latent, keys, later, 0, 2)
+            next_scores = _scores(next_scores, q_left, keys, later, 0, 2)
             if (first_key + TILE > all_high) | (first_key < all_low):
                 scores = hide_unseen(scores, first_key + column, low, high)
                 if (first_key + TILE > length) | (first_key < any_low):
                     clear_unseen(values.index(stage), first_key, any_low, length, PAIRS, RANK // 2, 64)
             peak, shift, rescale = follow(scores, peak, 1.0, FP8_HEADROOM)
             left, right = left_and_right(scores - shift[:, None])
-            next_scores = _scores(next_scores, q_latent, keys, later, 2, 1)
+            next_scores = _scores(next_scores, q_right.slice(0, BOX, dim=1), keys, later, 2, 1)
             left = _exp2(left)
-            next_scores = _scores(next_scores, q_latent, keys, later, 3, 1)
+            next_scores = _scores(next_scores, q_right.slice(BOX, BOX, dim=1), keys, later, 3, 1)
             right = _exp2(right)
             next_scores = _rope_scores(next_scores, q_rope, rope_keys, later)
             weight = gl.reshape(gl.permute(gl.join(left, right), [0, 2, 1]), [TILE, TILE])
