@@ -196,6 +196,18 @@ def test_scratch_is_within_the_bound():
     assert most > 0.99
 
 
+@pytest.mark.parametrize(
+    "batch, rows, per_program", [(64, 128, 4), (128, 128, 4), (96, 128, 1), (64, 64, 1), (128, 64, 4), (1, 128, 1)]
+)
+def test_fewer_programs_combine_a_batch_that_fills_the_workers(batch, rows, per_program):
+    block_rows, row_tiles, workers = decode.tiles(rows, SMS)
+    (programs, records), constants = decode.combine_grid(block_rows, row_tiles, batch, workers)
+    assert records == min(batch, workers)
+    assert constants["PER_PROGRAM"] == per_program
+    parts = 512 // constants["PART"]
+    assert programs == math.ceil(row_tiles * block_rows / 2 / per_program) * parts
+
+
 @pytest.mark.parametrize("transposed", [False, True], ids=["16-bit", "fp8"])
 def test_partial_results_are_looked_for_where_they_are_stored(transposed, monkeypatch):
     """What decode stores of a row and two columns, combine takes for theirs; four words of a thread are neighbours."""

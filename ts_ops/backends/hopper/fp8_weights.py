@@ -8,6 +8,9 @@ The products take half as long as in FP16, and the softmax decides the pace. So 
 for in parts between the steps of this one's softmax, for wgmma lets a warp go on only while few are waiting. That
 needs registers, which sums in halves of the columns leave over; and it needs the next tile early, so that a stage is
 `empty` when its last values are in registers, before they are multiplied. Hence one more buffer of weights than stages.
+
+64 query rows by 64 keys ask as much of shared memory as of the tensor cores where both are read from there, and all
+partitions share it. So the query's left half is read once a piece, into registers.
 """
 
 from triton.experimental import gluon
