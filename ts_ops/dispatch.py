@@ -8,9 +8,6 @@ with its reason, and never hands over to another silently.
 import importlib
 import logging
 import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache, partial
 from types import ModuleType
 
@@ -19,6 +16,7 @@ import torch
 from .check import Guard, guarded
 from .meta.call import functional, out_variant
 from .meta.schema import LIBRARY, NAMESPACE, OPERATORS
+from .setting import Setting
 
 BACKENDS = ("tokenspeed", "hopper", "triton", "reference")
 PREFERENCE = {"cuda": ("tokenspeed", "hopper", "triton"), "cpu": ("reference",)}
@@ -26,14 +24,8 @@ DISPATCH_KEYS = ("CPU", "CUDA")
 
 log = logging.getLogger("ts_ops")
 _environment = os.environ.get("TS_OPS_BACKEND")
+_forced = Setting(None)  # or a backend's name
 _announced: set[tuple] = set()
-
-
-class _Forced(threading.local):
-    name: str | None = None
-
-
-_forced = _Forced()
 
 
 def use_backend(name: str):
@@ -49,21 +41,11 @@ def use_backend(name: str):
         ValueError: no backend has that name.
     """
     _require_name(name, "use_backend")
-    return _use(name)
+    return _forced.changed(name)
 
 
 # What `torch._dynamo.forbid_in_graph` sets. Calling that would import torch._dynamo, which takes seconds.
 use_backend._dynamo_forbidden = True
-
-
-@contextmanager
-def _use(name: str) -> Iterator[None]:
-    before = _forced.name
-    _forced.name = name
-    try:
-        yield
-    finally:
-        _forced.name = before
 
 
 def why_not(operator: str, problem) -> dict[str, str | None]:
@@ -92,7 +74,7 @@ def choice(operator: str, problem) -> str | None:
 
 def forced() -> str | None:
     """The backend that `use_backend` or the environment forces in this thread."""
-    return _forced.name or _environment
+    return _forced.value or _environment
 
 
 def compiled(device: torch.device) -> dict[str, int]:

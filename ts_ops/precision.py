@@ -5,9 +5,8 @@ thread; the environment variable `TS_OPS_FP8_WEIGHTS` (0 or 1, read at import) i
 """
 
 import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+
+from .setting import Setting
 
 
 def _permitted(setting: str) -> bool:
@@ -16,11 +15,7 @@ def _permitted(setting: str) -> bool:
     return setting == "1"
 
 
-class _Allowed(threading.local):
-    fp8_weights: bool = _permitted(os.environ.get("TS_OPS_FP8_WEIGHTS") or "0")
-
-
-_allowed = _Allowed()
+_fp8_weights = Setting(_permitted(os.environ.get("TS_OPS_FP8_WEIGHTS") or "0"))
 
 
 def allow_fp8_weights(allow: bool = True):
@@ -40,22 +35,12 @@ def allow_fp8_weights(allow: bool = True):
     """
     if not isinstance(allow, bool):
         raise TypeError(f"allow_fp8_weights: allow must be True or False, got {allow!r}")
-    return _allow(allow)
+    return _fp8_weights.changed(allow)
 
 
 allow_fp8_weights._dynamo_forbidden = True  # set by hand for the reason given at `use_backend`
 
 
-@contextmanager
-def _allow(allow: bool) -> Iterator[None]:
-    before = _allowed.fp8_weights
-    _allowed.fp8_weights = allow
-    try:
-        yield
-    finally:
-        _allowed.fp8_weights = before
-
-
 def fp8_weights_allowed() -> bool:
     """Whether the current thread allows FP8 softmax weights. Backends ask at each call."""
-    return _allowed.fp8_weights
+    return _fp8_weights.value

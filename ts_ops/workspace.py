@@ -10,6 +10,8 @@ from functools import cache
 
 import torch
 
+HOPPER = (9, 0)  # its compute capability
+
 # 64 partial rows of 513 fp32 numbers (a 512-wide output and its LSE) for every multiprocessor: one M64 tile each. The
 # TokenSpeed kernels attain this bound and never exceed it, nor does Triton's decode. On Hopper a multiprocessor leaves
 # two such tiles, at the ends of its range of keys, in 16 bits a number, and a record of three numbers.
@@ -33,7 +35,7 @@ def workspace_bound(device: torch.device | str | int | None = None) -> int:
     device = torch.device(device)
     if device.type != "cuda":
         return 0
-    is_hopper = torch.cuda.get_device_capability(device) == (9, 0)
+    is_hopper = torch.cuda.get_device_capability(device) == HOPPER
     return (HOPPER_BYTES_PER_SM if is_hopper else BYTES_PER_SM) * sm_count(device)
 
 

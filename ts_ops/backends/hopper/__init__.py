@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ...meta.contract import Decode
-
-CAPABILITY = (9, 0)
+from ...workspace import HOPPER
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -49,7 +48,7 @@ def _kernels() -> ModuleType:
 @functools.cache
 def _not_here(device: torch.device) -> str | None:
     major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) != CAPABILITY:
+    if (major, minor) != HOPPER:
         return f"Hopper's kernels need compute capability 9.0; {device} has {major}.{minor}"
     try:
         _kernels()

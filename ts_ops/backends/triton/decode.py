@@ -6,10 +6,9 @@ they load, and one split of that tile's keys. It walks its split BLOCK_N keys at
 them. The split ranges come from the live lengths on the device; only the number of splits is fixed by the host, from
 shapes and hints, so a captured launch stays right and balanced when lengths change.
 
-On Hopper the score and value products of 64-row tiles are wgmma; smaller tiles use mma with M 16. Of 16
-rows, such a tile reads an aligned FP8 cache as pairs of columns, 16 bits like all that ldmatrix can transpose for the
-value product: byte by byte, that takes longer than a BF16 cache does. Even and odd columns are operands, and sums, of
-their own.
+On Hopper the score and value products of 64-row tiles are wgmma; smaller tiles use mma with M 16. Of 16 rows, such a
+tile reads an aligned FP8 cache as pairs of columns, 16 bits like all that ldmatrix can transpose for the value product:
+byte by byte, that takes longer than a BF16 cache does. Even and odd columns are operands, and sums, of their own.
 """
 
 from functools import cache
@@ -20,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...meta.contract import FP8, Decode
-from ...workspace import max_splits, sm_count
+from ...workspace import HOPPER, max_splits, sm_count
 from .combine import combine_splits
 from .launch import (
     GENERAL_BLOCK_N,
@@ -326,7 +325,7 @@ def tile_config(
     def used() -> int:
         query = block_m * columns * (torch.float16 if by_pairs else query_dtype).itemsize
         # wgmma reads keys where they were loaded, one tile while the next arrives; mma takes them to registers first.
-        buffers = 2 if capability == (9, 0) and block_m == 64 and cache_dtype != FP8 else 1
+        buffers = 2 if capability == HOPPER and block_m == 64 and cache_dtype != FP8 else 1
         keys = buffers * block_n * columns * cache_dtype.itemsize
         converted = block_n * columns * torch.float16.itemsize if cache_dtype == FP8 and not by_pairs else 0
         return query + keys + converted
@@ -376,7 +375,7 @@ def _no_fp8_wgmma(fp8: bool, capability: tuple[int, int] | None) -> dict:
     128 and up, ROPE_PAD 64). In some of these kernels ptxas 12.8 reads wgmma descriptors from registers that it never
     writes.
     """
-    return {"QK_DTYPE": tl.float16} if fp8 and capability == (9, 0) else {}
+    return {"QK_DTYPE": tl.float16} if fp8 and capability == HOPPER else {}
 
 
 def mla_decode(problem: Decode, out: Tensor, lse: Tensor | None = None) -> None:
