@@ -26,7 +26,10 @@ from ..triton.launch import LN_2
 from ..triton.pairs import PAIRS_TO_FP16
 from . import fp8_weights
 from .dialect import barrier, tma_load
-from .fp8_weights import BOX, STAGES, score_views, values_view
+
+# Constants by their names: one read as an attribute of a module is not part of the key of Triton's cache.
+from .fp8_weights import BOX, BUFFERS, STAGES, score_views, values_view
+from .fp8_weights import REGISTERS as FP8_WEIGHTS_REGISTERS
 from .partials import WORDS, store_pairs, store_partial_pairs
 from .plan import (
     HALF,
@@ -299,20 +302,20 @@ def decode_fp8_kernel(
     q_rope = gl.allocate_shared_memory(gl.float8e4nv, [TILE, ROPE], query_rope_boxes.layout)
     BITS: gl.constexpr = WEIGHTS.primitive_bitwidth
     IN_FP8: gl.constexpr = WEIGHTS == gl.float8e4nv
-    BUFFERS: gl.constexpr = fp8_weights.BUFFERS if IN_FP8 else STAGES
+    DEPTH: gl.constexpr = BUFFERS if IN_FP8 else STAGES  # of what the softmax hands to the sums
     weight_buffers = gl.allocate_shared_memory(
-        WEIGHTS, [BUFFERS, TILE, TILE], gl.NVMMASharedLayout(TILE * BITS // 8, BITS, 2)
+        WEIGHTS, [DEPTH, TILE, TILE], gl.NVMMASharedLayout(TILE * BITS // 8, BITS, 2)
     )
-    rescales = gl.allocate_shared_memory(gl.float32, [BUFFERS, TILE], ONE)
-    rescaled = gl.allocate_shared_memory(gl.float32, [BUFFERS, TILE // 4, 4], EACH_WARP)
+    rescales = gl.allocate_shared_memory(gl.float32, [DEPTH, TILE], ONE)
+    rescaled = gl.allocate_shared_memory(gl.float32, [DEPTH, TILE // 4, 4], EACH_WARP)
     state = gl.allocate_shared_memory(gl.float32, [2, TILE], ONE)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    weighed = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    weighed = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
-    for buffer in gl.static_range(BUFFERS):
+    for buffer in gl.static_range(DEPTH):
         mbarrier.init(weighed.index(buffer), count=1)
     query_ready, query_read, finished, taken = barriers_of_pieces()
     plan = make_plan(worker, workers, seq_lens, stride_lens, batch, capacity, q_len, window, 8)
@@ -340,5 +343,5 @@ def decode_fp8_kernel(
             (_copy, (copy, PAGE)),
         ],
         [4, 1],
-        [fp8_weights.REGISTERS if IN_FP8 else REGISTERS, 24],
+        [FP8_WEIGHTS_REGISTERS if IN_FP8 else REGISTERS, 24],
     )
