@@ -19,6 +19,7 @@ from .decode_16bit import decode_16bit_kernel
 from .decode_fp8 import decode_fp8_kernel
 
 TILE, RANK, ROPE, WORDS = plan.TILE.value, plan.RANK.value, plan.ROPE.value, partials.WORDS.value
+SLACK = plan.SLACK.value
 PAGES = (32, 64, 128)
 ALIGNMENT = 16  # bytes, of what TMA reads and of what is written
 LEAST_COMBINES = 512  # programs of combine.py that fill a GPU
@@ -86,8 +87,8 @@ def combine_grid(block_rows: int, row_tiles: int, batch: int, workers: int) -> t
     parts = 2 * WORDS // min(2 * WORDS, 8192 // pieces)
     while pairs * records * parts < LEAST_COMBINES and parts < 2 * WORDS // 64:
         parts *= 2
-    # Of a batch that nearly fills the workers most requests are whole (see plan.py): programs that cost their launch.
-    fills = -batch % workers * 16 <= batch
+    # The even plan leaves a batch whole that nearly fills the workers: its programs only cost their launch.
+    fills = -batch % workers * SLACK <= batch
     per_program = 4 if fills and pairs * records * parts >= 4 * LEAST_COMBINES else 1
     constants = {"ROWS": block_rows, "PART": 2 * WORDS // parts, "PER_PROGRAM": per_program, "CHUNK": pieces}
     return (triton.cdiv(pairs, per_program) * parts, records), constants

@@ -117,10 +117,10 @@ def _exp2(values):
 
 
 @gluon.jit
-def _scores(scores, query, keys, step, box: gl.constexpr, boxes: gl.constexpr):
-    """Add the products of some boxes of latent columns, or begin with them. Not waited for."""
-    latent = keys.index(step % STAGES).slice(box * BOX, boxes * BOX, dim=1)
-    return warpgroup_mma(query, latent.permute((1, 0)), scores, use_acc=box > 0, is_async=True)
+def _scores(scores, query, keys, step, first: gl.constexpr):
+    """Add the products of `query`, latent columns from `first` on, or begin with them. Not waited for."""
+    latent = keys.index(step % STAGES).slice(first, query.shape[1], dim=1)
+    return warpgroup_mma(query, latent.permute((1, 0)), scores, use_acc=first > 0, is_async=True)
 
 
 @gluon.jit
@@ -160,11 +160,12 @@ def weigh(shared):
         total = no_weights()
         zero = unknown_zero(capacity)
         q_index = zero
-        q_left = q_latents.index(q_index).slice(0, HALF, dim=1).load(QUERY)
-        q_right = q_latents.index(q_index).slice(HALF, HALF, dim=1)
+        q_latent = q_latents.index(q_index)
+        q_left = q_latent.slice(0, HALF, dim=1).load(QUERY)
+        q_right = q_latent.slice(HALF, HALF, dim=1)
         mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1, pred=begin_tile < end_tile)
-        next_scores = _scores(zeros, q_left, keys, step, 0, 2)
-        next_scores = _scores(next_scores, q_right, keys, step, 2, 2)
+        next_scores = _scores(zeros, q_left, keys, step, 0)
+        next_scores = _scores(next_scores, q_right, keys, step, HALF)
         next_scores = _rope_scores(next_scores, q_rope, rope_keys, step)
         for tile in range(first + begin_tile, first + end_tile):
             stage = step % STAGES
@@ -177,16 +178,16 @@ def weigh(shared):
             next_scores = warpgroup_mma_wait(0, deps=(next_scores,))
             scores = _times(next_scores, scale)
             mbarrier.wait(full.index(later % STAGES), (later // STAGES) & 1)
-            next_scores = _scores(next_scores, q_left, keys, later, 0, 2)
+            next_scores = _scores(next_scores, q_left, keys, later, 0)
             if (first_key + TILE > all_high) | (first_key < all_low):
                 scores = hide_unseen(scores, first_key + column, low, high)
                 if (first_key + TILE > length) | (first_key < any_low):
                     clear_unseen(values.index(stage), first_key, any_low, length, PAIRS, RANK // 2, 64)
             peak, shift, rescale = follow(scores, peak, 1.0, FP8_HEADROOM)
             left, right = left_and_right(scores - shift[:, None])
-            next_scores = _scores(next_scores, q_right.slice(0, BOX, dim=1), keys, later, 2, 1)
+            next_scores = _scores(next_scores, q_right.slice(0, BOX, dim=1), keys, later, HALF)
             left = _exp2(left)
-            next_scores = _scores(next_scores, q_right.slice(BOX, BOX, dim=1), keys, later, 3, 1)
+            next_scores = _scores(next_scores, q_right.slice(BOX, BOX, dim=1), keys, later, HALF + BOX)
             right = _exp2(right)
             next_scores = _rope_scores(next_scores, q_rope, rope_keys, later)
             weight = gl.reshape(gl.permute(gl.join(left, right), [0, 2, 1]), [TILE, TILE])

@@ -21,6 +21,7 @@ RANK = gl.constexpr(512)  # columns of a cache row: latents,
 ROPE = gl.constexpr(64)  # and rope
 HALF = gl.constexpr(256)  # columns of a sum of products
 CHUNK = gl.constexpr(64)  # requests looked at together
+SLACK = gl.constexpr(16)  # the even plan may take a sixteenth longer than the other, and three tiles
 MIN_TILES = gl.constexpr(2)  # a smaller piece costs more in the combine than it saves
 UNLIMITED = gl.constexpr(1 << 30)
 # Arguments of the decode kernels whose values and alignment do not choose what is compiled.
@@ -83,7 +84,7 @@ def make_plan(worker, workers, seq_lens, stride, batch, capacity, q_len, window,
     first_request = batch
     end_request = batch
     begin = batch * 0
-    if whole * most <= (quota + quota // 16 + 3) * pieces:
+    if whole * most <= (quota + quota // SLACK + 3) * pieces:
         if whole == 1:
             request = worker // pieces
             if request < batch:
