@@ -60,7 +60,9 @@ class Decode(Case):
         tables = torch.randperm(self.batch * pages, device=device).int().view(self.batch, pages)
         query = torch.randn(self.batch, self.q_len, self.heads, 576, device=device, dtype=BF16).to(dtype)
         lengths = torch.tensor(self.lengths, dtype=torch.int32, device=device)
-        return SimpleNamespace(query=query, cache=cache, tables=tables, lengths=lengths, scale=SCALE)
+        return SimpleNamespace(
+            query=query, cache=cache, cache_of_peers=cache, tables=tables, lengths=lengths, scale=SCALE
+        )
 
     def arguments(self, inputs):
         return "mla_decode", (inputs.query, inputs.cache, inputs.tables, inputs.lengths, inputs.scale), {}
@@ -85,6 +87,23 @@ class Decode(Case):
         output = self.batch * self.q_len * self.heads * 512 * 2
         size = tokens * 576 * inputs.cache.element_size() + inputs.query.nbytes + output
         return size, 2 * self.heads * pairs * (576 + 512)
+
+
+@dataclass(frozen=True)
+class DecodeOverFP8(Decode):
+    """A bf16 query over an FP8 cache. Peers, which have no kernel for it, run over the same numbers in bf16."""
+
+    dtypes = (BF16,)
+
+    @property
+    def label(self) -> str:
+        return f"{super().label} FP8 cache"
+
+    def inputs(self, dtype, device):
+        inputs = super().inputs(dtype, device)
+        inputs.cache = inputs.cache.to(FP8)
+        inputs.cache_of_peers = inputs.cache.to(dtype)
+        return inputs
 
 
 @dataclass(frozen=True)
@@ -304,20 +323,23 @@ def ragged(heads: int) -> Decode:
 
 PRESETS: dict[str, list[Case]] = {
     "tiny": [
-        Decode(2, 200, 4), Decode(3, 130, 2, q_len=2, shortest=10), Prefill(2, 40, heads=2),
+        Decode(2, 200, 4), Decode(3, 130, 2, q_len=2, shortest=10), DecodeOverFP8(2, 200, 4), Prefill(2, 40, heads=2),
         Prefill(1, 40, causal=False, heads=2), Merge(16, heads=2), CacheWrite(128), CacheGather(2, 64),
         Pack(16, heads=2),
     ],
     "headline": [
         Decode(64, 8192, 128), Decode(64, 8192, 64), Decode(64, 8192, 16), Decode(64, 8192, 128, q_len=2),
-        Decode(1, 4096, 128), Decode(1, 65536, 128), Decode(4, 8192, 128), ragged(128), Prefill(1, 8192),
-        Prefill(1, 8192, causal=False), Merge(8192), CacheWrite(8192), CacheGather(8, 8192), Pack(8192),
+        Decode(1, 4096, 128), Decode(1, 65536, 128), Decode(4, 8192, 128), ragged(128),
+        *(DecodeOverFP8(64, 8192, heads) for heads in (128, 64, 16)), DecodeOverFP8(1, 65536, 128),
+        Prefill(1, 8192), Prefill(1, 8192, causal=False), Merge(8192), CacheWrite(8192), CacheGather(8, 8192),
+        Pack(8192),
     ],
     "full": [
         *(Decode(batch, length, 128, q_len) for q_len in (1, 2) for batch in (64, 128) for length in (8192, 4096)),
         *(Decode(batch, 8192, heads) for heads in (64, 16) for batch in (64, 128)),
         *(Decode(batch, length, heads) for heads in (128, 16) for batch in (1, 4) for length in (4096, 65536)),
         *(ragged(heads) for heads in (128, 64, 16)),
+        *(DecodeOverFP8(batch, 8192, heads) for heads in (128, 64, 16) for batch in (1, 4, 64, 128)),
         Prefill(1, 8192), Prefill(1, 8192, causal=False), Prefill(1, 4096), Prefill(4, 2048),
         Prefill(1, 8192, heads=16), Merge(8192), Merge(32768), CacheWrite(64), CacheWrite(8192), CacheWrite(65536),
         CacheGather(8, 8192), CacheGather(64, 8192), Pack(8192), Pack(32768),

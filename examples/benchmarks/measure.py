@@ -199,7 +199,7 @@ def our_call(case, inputs, backend: str | None) -> tuple[Callable, str]:
     operator, args, options = case.arguments(inputs)
     problem, function = PROBLEMS[operator](*args, **options), getattr(ts_ops, operator)
     fp8_weights = backend == FP8_WEIGHTS
-    if fp8_weights and (operator != "mla_decode" or inputs.cache.dtype != FP8):
+    if fp8_weights and (operator != "mla_decode" or inputs.query.dtype != FP8):
         raise Declined("only decode in FP8 has weights in FP8")
     name = "hopper" if fp8_weights else backend or dispatch.choice(operator, problem)
     if name is None:
@@ -258,7 +258,7 @@ def run_case(
     timings = stopwatch.interleaved({place: ready.run for place, ready in prepared.items()}, repeats)
     for place, timing in timings.items():
         rows[place].median_us, rows[place].p10_us, rows[place].p90_us = timing.median, timing.low, timing.high
-    if FP8 in dtypes:
+    if FP8 in dtypes and FP8 in case.dtypes:
         rows += fork_row(case, rows)
     for row in rows:
         if row.median_us is not None:
@@ -289,7 +289,7 @@ def compare(row: Row, rows: list[Row]) -> None:
 
 
 TABLE_HEAD = (
-    f"{'case':27}{'dtype':6}{'contender':26}{'how':10}{'µs':>9}{'p10':>9}{'p90':>9}{'floor':>9} {'by':6}{'share':>6}"
+    f"{'case':30}{'dtype':6}{'contender':26}{'how':10}{'µs':>9}{'p10':>9}{'p90':>9}{'floor':>9} {'by':6}{'share':>6}"
     f"{'TB/s':>6}{'TFLOP/s':>8}{'error':>9}{'worst':>9}{'ratio':>7}  against, notes"
 )
 
@@ -298,7 +298,7 @@ def table_line(row: Row) -> str:
     def cell(value: float | None, form: str, width: int) -> str:
         return f"{'' if value is None else format(value, form):>{width}}"
 
-    line = f"{row.case:27}{row.dtype:6}{row.contender:26}"
+    line = f"{row.case:30}{row.dtype:6}{row.contender:26}"
     if row.median_us is None:
         return line + row.note
     by = "bytes" if row.bytes_floor_us >= row.flops_floor_us else "FLOPs"

@@ -55,7 +55,7 @@ class FlashMLA(Peer):
         from flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
         schedule, _ = get_mla_metadata()  # filled by the first call
-        cache = inputs.cache[:, :, None]
+        cache = inputs.cache_of_peers[:, :, None]
         return lambda: flash_mla_with_kvcache(
             inputs.query, cache, inputs.tables, inputs.lengths, 512, schedule, softmax_scale=inputs.scale, causal=True
         )[0]
@@ -70,7 +70,7 @@ class FlashInfer(Peer):
     def prepare(self, case, inputs) -> Callable:
         from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
-        query, cache, tables, lengths = inputs.query, inputs.cache, inputs.tables, inputs.lengths
+        query, cache, tables, lengths = inputs.query, inputs.cache_of_peers, inputs.tables, inputs.lengths
         batch, q_len, heads, _ = query.shape
         page_size = cache.shape[1]
         pages = (lengths + page_size - 1) // page_size
